@@ -1,0 +1,1 @@
+"""The CPU summation server: a pure engine, a reducer, and the service that joins them to channels. Runs without torch."""

@@ -1,0 +1,1 @@
+"""Moves (header, buffer) between two peers. Knows no keys, no sums, no groups."""
