@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from torch_bps.transport.base import Buffer
 
 _MIN_CLASS = 12  # 4 KiB
@@ -40,3 +42,11 @@ class Pool:
         if nbytes & (nbytes - 1) == 0 and self._kept_nbytes + nbytes <= self._keep_nbytes:
             self._free.setdefault(nbytes.bit_length() - 1, []).append(block)
             self._kept_nbytes += nbytes
+
+
+def copy_bytes(into: memoryview, source: memoryview) -> None:
+    """Copy `source` to `into` (same size, contiguous); large copies release the GIL."""
+    if source.nbytes < 65536:
+        into[:] = source
+    else:
+        np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

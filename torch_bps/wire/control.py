@@ -76,7 +76,8 @@ class Join(Message, tag="join"):
     num_nodes: int = 1
     node: int = 0
     """this rank's node, its contributor index in BY_NODE frames"""
-    timeout_s: float = 1800.0
+    uplink: bool = False
+    """the service sums for one node of several: it pushes each sum on to the servers before it answers"""
 
 
 class Joined(Message, tag="joined"):

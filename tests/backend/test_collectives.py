@@ -1,0 +1,544 @@
+"""Every collective against a direct computation: dtypes, shapes, strides, group sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    _make_nccl_premul_sum,
+)
+
+from tests.backend.conftest import World
+from torch_bps.errors import MismatchError, UnsupportedError
+
+SIZES = (1, 2, 3)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+COMPLEX = (torch.complex64, torch.complex128)
+SUMMED = (*FLOATS, *INTS, *COMPLEX, torch.bool)
+MOVED = (*SUMMED, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+OPS = dist.ReduceOp
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    worlds = {size: World(size) for size in SIZES}
+    yield worlds
+    for world in worlds.values():
+        world.stop()
+
+
+pytestmark = pytest.mark.may_leak("the process groups live as long as the module")
+
+
+# ---- layouts: a tensor with these values that is not simply dense
+
+
+def dense(values: torch.Tensor) -> torch.Tensor:
+    return values.clone()
+
+
+def transposed(values: torch.Tensor) -> torch.Tensor:
+    order = tuple(reversed(range(values.dim())))
+    return values.permute(order).contiguous().permute(order)
+
+
+def with_gaps(values: torch.Tensor) -> torch.Tensor:
+    room = torch.zeros(*values.shape, 3, dtype=values.dtype)
+    room[..., 1] = values
+    return room[..., 1]
+
+
+def offset(values: torch.Tensor) -> torch.Tensor:
+    room = torch.zeros(values.numel() + 3, dtype=values.dtype)
+    room[2 : 2 + values.numel()] = values.flatten()
+    return room[2 : 2 + values.numel()].view(values.shape)
+
+
+def conjugated(values: torch.Tensor) -> torch.Tensor:
+    return values.conj().resolve_conj().conj() if values.is_complex() else values.clone()
+
+
+LAYOUTS = (dense, transposed, with_gaps, offset, conjugated)
+
+
+@dataclass
+class Case:
+    world: World
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Callable[[torch.Tensor], torch.Tensor]
+    seed: int
+
+    def values(self, rank: int, *shape: int) -> torch.Tensor:
+        """Return rank's contribution: small numbers, so that every dtype holds all sums and products exactly."""
+        generator = torch.Generator().manual_seed(self.seed * 31 + rank)
+        whole = torch.randint(1, 4, shape or self.shape, generator=generator)
+        return whole.to(self.dtype)
+
+    def tensor(self, rank: int, *shape: int) -> torch.Tensor:
+        return self.layout(self.values(rank, *shape))
+
+    def room(self, *shape: int) -> torch.Tensor:
+        return self.layout(torch.zeros(shape or self.shape, dtype=self.dtype))
+
+
+def shapes(min_dims: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(0, 4), min_size=min_dims, max_size=3).map(tuple)
+
+
+@st.composite
+def cases(draw: st.DrawFn, worlds: dict[int, World], dtypes: tuple[torch.dtype, ...], min_dims: int = 0) -> Case:
+    return Case(
+        worlds[draw(st.sampled_from(SIZES))],
+        draw(st.sampled_from(dtypes)),
+        draw(shapes(min_dims)),
+        draw(st.sampled_from(LAYOUTS)),
+        draw(st.integers(0, 99)),
+    )
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    exact = actual.contiguous().resolve_conj()
+    assert exact.flatten().view(torch.uint8).tolist() == expected.contiguous().flatten().view(torch.uint8).tolist()
+
+
+def expected_sum(parts: list[torch.Tensor], op: object) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        if op in (OPS.SUM, OPS.AVG):
+            total = total + part
+        elif op == OPS.PRODUCT:
+            total = total * part
+        elif op == OPS.MIN:
+            total = torch.minimum(total, part)
+        elif op == OPS.MAX:
+            total = torch.maximum(total, part)
+        elif op == OPS.BAND:
+            total = total & part
+        elif op == OPS.BOR:
+            total = total | part
+        else:
+            total = total ^ part
+    if op == OPS.AVG:
+        floating = total.is_floating_point() or total.is_complex()
+        wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
+        total = (wide / len(parts)) if floating else torch.div(total, len(parts), rounding_mode="trunc")
+    return total.to(parts[0].dtype)
+
+
+def ops_for(dtype: torch.dtype) -> list[object]:
+    ops = [OPS.SUM, OPS.PRODUCT]
+    if dtype is not torch.bool:
+        ops.append(OPS.AVG)
+    if dtype not in COMPLEX:
+        ops += [OPS.MIN, OPS.MAX]
+    if dtype in INTS or dtype is torch.bool:
+        ops += [OPS.BAND, OPS.BOR, OPS.BXOR]
+    return ops
+
+
+def options(kind, **fields):
+    result = kind()
+    for name, value in fields.items():
+        setattr(result, name, value)
+    return result
+
+
+# ---- reductions
+
+
+@given(data=st.data())
+def test_all_reduce(worlds, data):
+    case = data.draw(cases(worlds, SUMMED))
+    op = data.draw(st.sampled_from(ops_for(case.dtype)))
+    tensors = [case.tensor(rank) for rank in range(case.world.size)]
+    expected = expected_sum([tensor.resolve_conj().clone() for tensor in tensors], op)
+    case.world.run(lambda group, rank: group.allreduce([tensors[rank]], options(AllreduceOptions, reduceOp=op)))
+    for tensor in tensors:
+        same(tensor, expected)
+
+
+@given(data=st.data())
+def test_reduce_changes_only_the_root(worlds, data):
+    case = data.draw(cases(worlds, SUMMED))
+    op = data.draw(st.sampled_from(ops_for(case.dtype)))
+    root = data.draw(st.integers(0, case.world.size - 1))
+    tensors = [case.tensor(rank) for rank in range(case.world.size)]
+    before = [tensor.resolve_conj().clone() for tensor in tensors]
+    opts = options(ReduceOptions, reduceOp=op, rootRank=root)
+    case.world.run(lambda group, rank: group.reduce([tensors[rank]], opts))
+    before[root] = expected_sum(before, op)
+    for tensor, value in zip(tensors, before, strict=True):
+        same(tensor, value)
+
+
+@given(data=st.data())
+def test_reduce_scatter(worlds, data):
+    case = data.draw(cases(worlds, SUMMED))
+    op = data.draw(st.sampled_from(ops_for(case.dtype)))
+    size = case.world.size
+    inputs = [[case.tensor(rank * size + i) for i in range(size)] for rank in range(size)]
+    outputs = [case.room() for _ in range(size)]
+    opts = options(ReduceScatterOptions, reduceOp=op)
+    case.world.run(lambda group, rank: group.reduce_scatter([outputs[rank]], [inputs[rank]], opts))
+    for i, output in enumerate(outputs):
+        same(output, expected_sum([inputs[rank][i].resolve_conj() for rank in range(size)], op))
+
+
+@given(data=st.data())
+def test_reduce_scatter_single(worlds, data):
+    case = data.draw(cases(worlds, SUMMED, min_dims=1))
+    size = case.world.size
+    whole = (case.shape[0] * size, *case.shape[1:])
+    inputs = [case.tensor(rank, *whole) for rank in range(size)]
+    outputs = [case.room() for _ in range(size)]
+    opts = options(ReduceScatterOptions, reduceOp=OPS.SUM)
+    case.world.run(lambda group, rank: group._reduce_scatter_base(outputs[rank], inputs[rank], opts))
+    total = expected_sum([tensor.resolve_conj() for tensor in inputs], OPS.SUM)
+    for rank, output in enumerate(outputs):
+        same(output, total[rank * case.shape[0] : (rank + 1) * case.shape[0]])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("factor", [2.0, torch.tensor([3.0])])
+def test_premul_sum_multiplies_each_input_once(worlds, size, factor):
+    op = _make_nccl_premul_sum(factor)
+    tensors = [torch.full((3,), float(rank + 1)) for rank in range(size)]
+    kept = torch.ones(4)
+    worlds[size].run(lambda group, rank: group.allreduce([tensors[rank]], options(AllreduceOptions, reduceOp=op)))
+    for tensor in tensors:
+        same(tensor, torch.full((3,), float(factor) * size * (size + 1) / 2))
+    inputs = [kept.repeat(size) for _ in range(size)]
+    outputs = [torch.zeros(4) for _ in range(size)]
+    opts = options(ReduceScatterOptions, reduceOp=op)
+    worlds[size].run(lambda group, rank: group.reduce_scatter_single(outputs[rank], inputs[rank], opts))
+    for output in outputs:
+        same(output, torch.full((4,), float(factor) * size))
+    same(inputs[0], kept.repeat(size))  # the inputs stay as they are
+
+
+def test_coalesced(worlds):
+    size = 3
+    world = worlds[size]
+    tensors = [[torch.full((k + 1,), rank + 1, dtype=dtype) for k, dtype in enumerate(INTS)] for rank in range(size)]
+    world.run(lambda group, rank: group.allreduce_coalesced(tensors[rank], options(AllreduceOptions)))
+    for rank in range(size):
+        for k, dtype in enumerate(INTS):
+            same(tensors[rank][k], torch.full((k + 1,), 6, dtype=dtype))
+    ins = [[torch.full((2,), 10 * rank + k) for k in range(4)] for rank in range(size)]
+    outs = [[torch.zeros(2 * size, dtype=torch.int64) for _ in range(4)] for _ in range(size)]
+    world.run(lambda group, rank: group.allgather_into_tensor_coalesced(outs[rank], ins[rank]))
+    lists = [[[torch.zeros(2, dtype=torch.int64) for _ in range(4)] for _ in range(size)] for _ in range(size)]
+    world.run(lambda group, rank: group.allgather_coalesced(lists[rank], ins[rank]))
+    for rank in range(size):
+        for k in range(4):
+            expected = [ins[other][k] for other in range(size)]
+            same(outs[rank][k], torch.cat(expected))
+            for other in range(size):
+                same(lists[rank][other][k], expected[other])
+    totals = [[torch.zeros(2, dtype=torch.int64) for _ in range(4)] for _ in range(size)]
+    world.run(lambda group, rank: group.reduce_scatter_tensor_coalesced(totals[rank], outs[rank]))
+    for rank in range(size):
+        for k in range(4):
+            same(totals[rank][k], ins[rank][k] * size)
+
+
+# ---- copies
+
+
+@given(data=st.data())
+def test_broadcast(worlds, data):
+    case = data.draw(cases(worlds, MOVED))
+    root = data.draw(st.integers(0, case.world.size - 1))
+    tensors = [case.tensor(rank) for rank in range(case.world.size)]
+    expected = tensors[root].contiguous().resolve_conj().clone()
+    opts = options(BroadcastOptions, rootRank=root)
+    case.world.run(lambda group, rank: group.broadcast([tensors[rank]], opts))
+    for tensor in tensors:
+        same(tensor, expected)
+
+
+@given(data=st.data())
+def test_all_gather_of_unequal_sizes(worlds, data):
+    case = data.draw(cases(worlds, MOVED))
+    size = case.world.size
+    sizes = [data.draw(shapes()) for _ in range(size)]
+    inputs = [
+        case.layout(case.values(rank, *sizes[rank]).reshape(sizes[rank]))
+        if sizes[rank]
+        else case.layout(case.values(rank, 1).reshape(()))
+        for rank in range(size)
+    ]
+    outputs = [[case.layout(torch.zeros(shape, dtype=case.dtype)) for shape in sizes] for _ in range(size)]
+    case.world.run(lambda group, rank: group.allgather([outputs[rank]], [inputs[rank]]))
+    for output in outputs:
+        for rank in range(size):
+            same(output[rank], inputs[rank].contiguous().resolve_conj())
+
+
+@given(data=st.data())
+def test_all_gather_single_concatenates_and_stacks(worlds, data):
+    case = data.draw(cases(worlds, MOVED, min_dims=1))
+    size = case.world.size
+    inputs = [case.tensor(rank) for rank in range(size)]
+    plain = [tensor.contiguous().resolve_conj() for tensor in inputs]
+    for shape, expected in (
+        ((case.shape[0] * size, *case.shape[1:]), torch.cat(plain)),
+        ((size, *case.shape), torch.stack(plain)),
+    ):
+        outputs = [case.room(*shape) for _ in range(size)]
+        case.world.run(lambda group, rank, outputs=outputs: group.all_gather_single(outputs[rank], inputs[rank]))
+        for output in outputs:
+            same(output, expected)
+
+
+@given(data=st.data())
+def test_gather_and_scatter(worlds, data):
+    case = data.draw(cases(worlds, MOVED))
+    size = case.world.size
+    root = data.draw(st.integers(0, size - 1))
+    inputs = [case.tensor(rank) for rank in range(size)]
+    collected = [case.room() for _ in range(size)]
+    opts = options(GatherOptions, rootRank=root)
+    case.world.run(lambda group, rank: group.gather([collected] if rank == root else [], [inputs[rank]], opts))
+    for tensor, given_ in zip(collected, inputs, strict=True):
+        same(tensor, given_.contiguous().resolve_conj())
+    outputs = [case.room() for _ in range(size)]
+    opts = options(ScatterOptions, rootRank=root)
+    case.world.run(lambda group, rank: group.scatter([outputs[rank]], [collected] if rank == root else [], opts))
+    for tensor, given_ in zip(outputs, inputs, strict=True):
+        same(tensor, given_.contiguous().resolve_conj())
+
+
+@given(data=st.data())
+def test_all_to_all(worlds, data):
+    case = data.draw(cases(worlds, MOVED))
+    size = case.world.size
+    lengths = [[data.draw(st.integers(0, 3)) for _ in range(size)] for _ in range(size)]
+    inputs = [[case.tensor(rank * size + dst, lengths[rank][dst], 2) for dst in range(size)] for rank in range(size)]
+    outputs = [[case.room(lengths[src][rank], 2) for src in range(size)] for rank in range(size)]
+    case.world.run(lambda group, rank: group.alltoall(outputs[rank], inputs[rank]))
+    expected = [[inputs[src][rank].contiguous().resolve_conj() for src in range(size)] for rank in range(size)]
+    for rank in range(size):
+        for src in range(size):
+            same(outputs[rank][src], expected[rank][src])
+    whole_in = [case.layout(torch.cat([t.contiguous().resolve_conj() for t in inputs[rank]])) for rank in range(size)]
+    whole_out = [case.room(sum(lengths[src][rank] for src in range(size)), 2) for rank in range(size)]
+    case.world.run(
+        lambda group, rank: group.alltoall_base(
+            whole_out[rank], whole_in[rank], [lengths[src][rank] for src in range(size)], lengths[rank]
+        )
+    )
+    for rank in range(size):
+        same(whole_out[rank], torch.cat(expected[rank]))
+
+
+def test_all_to_all_with_equal_splits(worlds):
+    inputs = [torch.arange(6) + 10 * rank for rank in range(3)]
+    outputs = [torch.zeros(6, dtype=torch.int64) for _ in range(3)]
+    worlds[3].run(lambda group, rank: group.all_to_all_single(outputs[rank], inputs[rank], [], []))
+    for rank in range(3):
+        same(outputs[rank], torch.cat([inputs[src][2 * rank : 2 * rank + 2] for src in range(3)]))
+
+
+def test_barrier_waits_for_all(worlds):
+    world = worlds[2]
+    first = world.groups[0].barrier()
+    assert not first.is_completed()
+    world.groups[1].barrier().wait()
+    first.wait()
+
+
+def test_gaps_of_a_view_stay_untouched(worlds):
+    rooms = [torch.full((4, 3), 7.0) for _ in range(2)]
+    columns = [room[:, 1] for room in rooms]
+    for column in columns:
+        column.fill_(1.0)
+    worlds[2].run(lambda group, rank: group.allreduce([columns[rank]]))
+    for room in rooms:
+        same(room, torch.tensor([[7.0, 2.0, 7.0]] * 4))
+
+
+def test_output_that_is_part_of_the_input(worlds):
+    """FSDP gathers and scatters in place: a rank's own block is a view of the whole."""
+    wholes = [torch.zeros(6) for _ in range(3)]
+    for rank, whole in enumerate(wholes):
+        whole[2 * rank : 2 * rank + 2] = rank + 1
+    worlds[3].run(lambda group, rank: group.all_gather_single(wholes[rank], wholes[rank][2 * rank : 2 * rank + 2]))
+    for whole in wholes:
+        same(whole, torch.tensor([1.0, 1, 2, 2, 3, 3]))
+    worlds[3].run(lambda group, rank: group.reduce_scatter_single(wholes[rank][2 * rank : 2 * rank + 2], wholes[rank]))
+    for rank, whole in enumerate(wholes):
+        same(whole[2 * rank : 2 * rank + 2], torch.full((2,), 3.0 * (rank + 1)))
+
+
+def test_parameters_that_require_grad(worlds):
+    tensors = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    columns = [torch.ones(3, 2, requires_grad=True).t() for _ in range(2)]
+    worlds[2].run(lambda group, rank: group.allreduce([tensors[rank]]))
+    worlds[2].run(lambda group, rank: group.allreduce([columns[rank]]))
+    for tensor in (*tensors, *columns):
+        assert tensor.detach().eq(2).all()
+
+
+# ---- sparse
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("op", [OPS.SUM, OPS.AVG])
+def test_sparse_all_reduce(worlds, size, dtype, op):
+    rows = [torch.tensor([[0, 3 + rank, 3 + rank]]) for rank in range(size)]  # the last two are added up
+    values = [torch.arange(1, 7).reshape(3, 2).to(dtype) * (rank + 1) for rank in range(size)]
+    tensors = [torch.sparse_coo_tensor(rows[r], values[r], (8, 2), check_invariants=True) for r in range(size)]
+    parts = [tensor.to_dense() for tensor in tensors]
+    works = worlds[size].run(
+        lambda group, rank: group.allreduce([tensors[rank]], options(AllreduceOptions, reduceOp=op))
+    )
+    for tensor, work in zip(tensors, works, strict=True):
+        same(tensor.to_dense(), expected_sum(parts, op))
+        assert work.get_future().value()[0] is tensor
+
+
+def test_sparse_ones_do_not_disturb_the_order_of_others(worlds):
+    """The second step of a sparse all_reduce starts at different times on different ranks."""
+    world = worlds[3]
+    sparse = [torch.eye(4).to_sparse() * (rank + 1) for rank in range(3)]
+    after = [torch.full((2,), rank, dtype=torch.int32) for rank in range(3)]
+    works = [group.allreduce([sparse[rank]]) for rank, group in enumerate(world.groups[:2])]
+    works += [group.allreduce([after[rank]]) for rank, group in enumerate(world.groups[:2])]
+    works.append(world.groups[2].allreduce([sparse[2]]))
+    works[-1].wait()
+    works.append(world.groups[2].allreduce([after[2]]))
+    for work in works:
+        work.wait()
+    for rank in range(3):
+        same(sparse[rank].to_dense(), torch.eye(4) * 6)
+        same(after[rank], torch.full((2,), 3, dtype=torch.int32))
+
+
+def test_sparse_tensors_of_different_shapes(worlds):
+    tensors = [torch.eye(4 + rank).to_sparse() for rank in range(2)]
+    works = [group.allreduce([tensors[rank]]) for rank, group in enumerate(worlds[2].groups)]
+    for work in works:
+        with pytest.raises(MismatchError, match="another shape"):
+            work.wait()
+
+
+# ---- what is refused, before anything is sent
+
+
+def nothing_sent(worlds, size: int = 2) -> int:
+    return len(worlds[size].hub.submitted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "text"),
+    [
+        (torch.float8_e4m3fn, OPS.SUM, "SUM of float8_e4m3fn"),
+        (torch.float32, OPS.BAND, "BAND of float32"),
+        (torch.complex64, OPS.MAX, "MAX of complex64"),
+        (torch.bool, OPS.AVG, "AVG of bool"),
+    ],
+)
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_that_do_not_exist(worlds, size, dtype, op, text):
+    before = nothing_sent(worlds, size)
+    group = worlds[size].groups[0]
+    with pytest.raises(UnsupportedError, match=text):
+        group.allreduce([torch.zeros(2).to(dtype)], options(AllreduceOptions, reduceOp=op))
+    assert nothing_sent(worlds, size) == before
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group, wide: group.allreduce([wide]),
+        lambda group, wide: group.broadcast([wide], 1),
+        lambda group, wide: group.recv([wide], 1),
+        lambda group, wide: group.allgather([[wide, torch.zeros(4, 3)]], [torch.zeros(4, 3)]),
+        lambda group, wide: group.reduce_scatter([wide], [[torch.zeros(4, 3)] * 2]),
+    ],
+)
+def test_an_expanded_tensor_cannot_hold_a_result(worlds, call):
+    before = nothing_sent(worlds)
+    with pytest.raises(UnsupportedError, match="share memory"):
+        call(worlds[2].groups[0], torch.zeros(1, 3).expand(4, 3))
+    assert nothing_sent(worlds) == before
+
+
+def test_an_expanded_tensor_can_be_read(worlds):
+    inputs = [torch.full((1, 2), rank).expand(3, 2) for rank in range(2)]
+    outputs = [[torch.zeros(3, 2, dtype=torch.int64) for _ in range(2)] for _ in range(2)]
+    worlds[2].run(lambda group, rank: group.allgather([outputs[rank]], [inputs[rank]]))
+    same(outputs[0][1], torch.ones(3, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda g: g.broadcast([torch.zeros(2)], 5), "root 5 is not a rank of a group of 2"),
+        (lambda g: g.allgather([[torch.zeros(2)]], [torch.zeros(2)]), "has 1 tensors for 2 ranks"),
+        (lambda g: g.allgather([[torch.zeros(3)] * 2], [torch.zeros(2)]), "output 0 has 3 elements"),
+        (lambda g: g.all_gather_single(torch.zeros(3), torch.zeros(2)), "output has 3 elements"),
+        (lambda g: g.all_gather_single(torch.zeros(4), torch.zeros(2).half()), "different dtypes"),
+        (lambda g: g.reduce_scatter_single(torch.zeros(2), torch.zeros(3)), "input has 3 elements"),
+        (lambda g: g.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "cannot be split equally"),
+        (lambda g: g.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 1], [2, 1]), "do not split 2 rows"),
+        (lambda g: g.all_to_all_single(torch.tensor(1), torch.tensor(1), [], []), "at least one dimension"),
+        (lambda g: g.send([torch.zeros(2)], 2, 0), "2 is not a rank"),
+        (lambda g: g.gather([[torch.zeros(2)]], [torch.zeros(2)], 0), "has 1 tensors for 2 ranks"),
+        (lambda g: g.scatter([torch.zeros(2)], [[torch.zeros(3)] * 2], 0), "output has 2 elements"),
+    ],
+)
+def test_wrong_arguments_are_value_errors(worlds, call, text):
+    before = nothing_sent(worlds)
+    with pytest.raises(ValueError, match=text):
+        call(worlds[2].groups[0])
+    assert nothing_sent(worlds) == before
+
+
+def test_sparse_tensors_elsewhere(worlds):
+    with pytest.raises(UnsupportedError, match="layout sparse_coo"):
+        worlds[2].groups[0].broadcast([torch.eye(2).to_sparse()], 0)
+    with pytest.raises(UnsupportedError, match="MAX of a sparse_coo"):
+        worlds[2].groups[0].allreduce([torch.eye(2).to_sparse()], OPS.MAX)
+
+
+def test_meta_tensors(worlds):
+    with pytest.raises(UnsupportedError, match="device meta"):
+        worlds[2].groups[0].allreduce([torch.zeros(2, device="meta")])
+
+
+def test_labels_tell_kind_dtype_and_shape(worlds):
+    hub = worlds[2].hub
+    worlds[2].run(lambda group, rank: group.allreduce([torch.zeros(2, 3).half()], options(AllreduceOptions)))
+    assert hub.submitted[-1].label == "all_reduce SUM float16[2, 3]"
+    worlds[2].run(lambda group, rank: group.broadcast([torch.zeros(()).to(torch.float8_e5m2)], 0))
+    assert hub.submitted[-1].label == "broadcast float8_e5m2[]"
+
+
+def test_a_blocking_caller_goes_first(worlds):
+    for async_op, priority in ((True, 0), (False, -1)):
+        opts = options(AllgatherOptions, asyncOp=async_op)
+        outs = [torch.zeros(2) for _ in range(2)]
+        worlds[2].run(
+            lambda group, rank, outs=outs, opts=opts: group.all_gather_single(outs[rank], torch.ones(1), opts)
+        )
+        assert worlds[2].hub.submitted[-1].priority == priority

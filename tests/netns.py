@@ -1,0 +1,128 @@
+"""Hosts on one machine: network namespaces joined by a bridge, each with its own addresses.
+
+    with NetLab(3) as lab:
+        lab.run(0, ["ping", "-c1", lab.hosts[1].ipv4])
+        rig.run_ranks(train, 3, prefix=lambda rank: lab.prefix(rank))
+
+Nothing outside the namespaces is touched: the bridge lies in one of its own. Needs root and `ip`; mark tests `netns`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+COMMAND_TIMEOUT_S = 20
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One namespace; the addresses can be reached from the others."""
+
+    name: str
+    ipv4: str
+    ipv6: str
+
+
+class NetLab:
+    """`num_hosts` namespaces joined by a bridge, from `with` to its end.
+
+    Cost: about 20 ms a host.
+    """
+
+    def __init__(self, num_hosts: int) -> None:
+        base = f"bps-{os.getpid()}-{next(_numbers)}"
+        self._hub = f"{base}-hub"
+        self.hosts = [Host(f"{base}-{i}", f"10.77.0.{i + 1}", f"fd77::{i + 1:x}") for i in range(num_hosts)]
+
+    def __enter__(self) -> NetLab:
+        _remove_stale()
+        try:
+            self._create()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def prefix(self, host: int) -> list[str]:
+        """Return what to put before a command so that it runs on `host`."""
+        return ["ip", "netns", "exec", self.hosts[host].name]
+
+    def run(self, host: int, command: Sequence[str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+        """Run `command` on `host`, return its output, raise CalledProcessError if it fails."""
+        return _call(*self.prefix(host), *command, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End what still runs in the namespaces and remove them; harmless when repeated."""
+        for name in (*(host.name for host in self.hosts), self._hub):
+            _remove(name)
+
+    def _create(self) -> None:
+        _call("ip", "netns", "add", self._hub)
+        in_hub = ("ip", "-n", self._hub)
+        _call(*in_hub, "link", "add", "br0", "type", "bridge")
+        _call(*in_hub, "link", "set", "br0", "up")
+        for i, host in enumerate(self.hosts):
+            _call("ip", "netns", "add", host.name)
+            port, in_host = f"port{i}", ("ip", "-n", host.name)
+            _call(*in_hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            _call(*in_hub, "link", "set", port, "master", "br0", "up")
+            _call(*in_host, "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
+            _call(*in_host, "addr", "add", f"{host.ipv6}/64", "dev", "eth0", "nodad")
+            _call(*in_host, "link", "set", "lo", "up")
+            _call(*in_host, "link", "set", "eth0", "up")
+
+
+@functools.cache
+def why_not() -> str:
+    """Return why namespaces cannot be made here, "" if they can."""
+    if shutil.which("ip") is None:
+        return "no network namespaces: `ip` (iproute2) is not installed"
+    if os.geteuid() != 0:
+        return "no network namespaces: not root"
+    try:
+        with NetLab(1):
+            return ""
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"no network namespaces: {getattr(error, 'stderr', '') or error}"
+
+
+def _call(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=True
+    )
+    return done.stdout
+
+
+def _names() -> list[str]:
+    return [line.split()[0] for line in _call("ip", "netns", "list").splitlines() if line.startswith("bps-")]
+
+
+def _remove(name: str) -> None:
+    if name not in _names():
+        return
+    for pid in _call("ip", "netns", "pids", name).split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    _call("ip", "netns", "del", name)
+
+
+def _remove_stale() -> None:
+    """Remove what a killed test run left: labs are named after the process that made them."""
+    for name in _names():
+        if not Path(f"/proc/{name.split('-')[1]}").exists():
+            _remove(name)

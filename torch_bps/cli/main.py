@@ -1,0 +1,36 @@
+"""`byteps COMMAND`: a thin dispatcher; each command is the `main` of the module that does the work."""
+
+from __future__ import annotations
+
+import sys
+
+import torch_bps
+
+_USAGE = """\
+usage: byteps COMMAND [options]
+
+commands:
+  server    run a summation server (byteps server --help)
+  version   print the version
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command == "server":
+        from torch_bps.server.__main__ import main as server_main
+
+        return server_main(rest)
+    if command in ("version", "--version"):
+        print(f"torch_bps {torch_bps.__version__}")
+        return 0
+    if command in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0
+    print(f"byteps: unknown command {command!r}\n\n{_USAGE}", end="", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

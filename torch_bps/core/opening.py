@@ -1,0 +1,206 @@
+"""Opens one group: what this rank tells, what rank 0 decides, which engines are connected to.
+
+    Rendezvous ──> Plan ──> co-located servers ──> links ──> Join ──> Group ──> ready
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch_bps
+from torch_bps import topology
+from torch_bps.config import Config
+from torch_bps.core import rendezvous
+from torch_bps.core.group import Group
+from torch_bps.core.link import Link
+from torch_bps.core.plan import Plane
+from torch_bps.errors import BytePSError
+from torch_bps.wire import announcement, control
+
+if TYPE_CHECKING:
+    from torch_bps.core.runtime import Runtime
+
+log = logging.getLogger("torch_bps.core")
+
+_SERVERS_TIMEOUT_S = 15.0
+"""for servers that BYTEPS_SERVERS lists: they should be up already"""
+
+
+class Opening:
+    """Opens a group once. Thread safety: one thread.
+
+    Args:
+        store, rank, size, timeout_s, name, config: as for core.runtime.open_group.
+    """
+
+    def __init__(
+        self, runtime: Runtime, store: Any, rank: int, size: int, timeout_s: float, name: str, config: Config
+    ) -> None:
+        self._runtime = runtime
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._name = name
+        self._config = config
+        self._meeting = rendezvous.Rendezvous(store, rank, size, name, timeout_s)
+
+    def open(self) -> Group:
+        """Open it (see core.runtime.open_group)."""
+        try:
+            return self._open()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        """Let the other ranks fail too; the store itself may be what failed."""
+        try:
+            self._meeting.fail(error)
+        except RuntimeError as store_error:
+            log.warning("could not tell the other ranks: %s", store_error)
+
+    def _open(self) -> Group:
+        runtime, meeting, rank = self._runtime, self._meeting, self._rank
+        member = rendezvous.Member(
+            meeting.nonce,
+            rank,
+            runtime.host,
+            os.getpid(),
+            runtime.node,
+            runtime.local_address,
+            self._address(),
+            runtime.node_server,
+            torch_bps.__version__,
+        )
+        plan = meeting.lead(member, self._decide) if rank == 0 else meeting.follow(member)
+        runtime.world_nodes = runtime.world_nodes or plan.num_nodes
+        group = self._connect(plan, self._colocated(plan) + plan.dedicated)
+        runtime.groups[group.id] = group  # before `ready`: from then on a peer may be lost
+        try:
+            meeting.ready()
+        except BaseException:
+            del runtime.groups[group.id]
+            raise
+        log.info("%s, group %s: %s", runtime.who, self._name, group.describe())
+        return group
+
+    def _address(self) -> str:
+        if self._config.interface:
+            return topology.interface_address(self._config.interface)
+        return topology.address_towards(rendezvous.store_host(self._store) or "127.0.0.1", 1)
+
+    def _decide(self, members: list[rendezvous.Member]) -> rendezvous.Plan:
+        config, timeout_s = self._config, self._timeout_s
+        dedicated = [f"zmq://{address}" for address in rendezvous.distinct(config.servers)]
+        if dedicated:
+            limit_s = min(timeout_s, _SERVERS_TIMEOUT_S)
+            self._runtime.connector.connect(dedicated, time.monotonic() + limit_s, retry=True)
+        if config.num_servers > len(dedicated):
+            dedicated += rendezvous.announced_servers(
+                self._store, config.num_servers - len(dedicated), self._meeting.deadline_s, self._alive, timeout_s
+            )
+        return rendezvous.decide(
+            members,
+            group=secrets.randbits(63) | 1,
+            dedicated=dedicated,
+            force=config.force_distributed,
+            mixed=config.enable_mixed_mode,
+            one_node_world=self._runtime.world_nodes <= 1,
+            partition_bytes=config.partition_bytes,
+            credit=config.scheduling_credit,
+        )
+
+    def _alive(self, address: str) -> bool:
+        try:
+            self._runtime.connector.connect([address], time.monotonic() + 5.0)
+        except BytePSError as error:
+            log.info("an announced server does not answer: %s", error.what)
+            return False
+        return True
+
+    def _colocated(self, plan: rendezvous.Plan) -> list[str]:
+        """Return the addresses of the nodes' co-located servers; start this node's if it is this rank's to start."""
+        meeting, rank = self._meeting, self._rank
+        addresses = []
+        for node, address in enumerate(plan.colocated):
+            if not address and plan.starters[node] == rank:
+                value = self._runtime.start_server(self._server_host(plan))
+                meeting.publish(f"server/{node}", announcement.encode(value))
+        for node, known in enumerate(plan.colocated):
+            address = known
+            if not address:
+                text = meeting.read(f"server/{node}", f"the co-located server that rank {plan.starters[node]} starts")
+                address = f"zmq://{announcement.decode(text).address}"
+            addresses.append(address)
+            if plan.members[plan.starters[node]].node == self._runtime.node:
+                self._runtime.node_server = address
+        return addresses
+
+    def _server_host(self, plan: rendezvous.Plan) -> str:
+        """Return where the co-located server listens: an address that the other nodes can reach."""
+        own = plan.members[self._rank].address
+        if topology.is_loopback(own):
+            for member in plan.members:
+                if member.node != self._runtime.node and not topology.is_loopback(member.address):
+                    return topology.address_towards(member.address, 1)
+        return own
+
+    def _connect(self, plan: rendezvous.Plan, servers: Sequence[str]) -> Group:
+        """Connect to the engines of this rank's plan and join the group there."""
+        runtime, rank, size, deadline_s = self._runtime, self._rank, self._size, self._meeting.deadline_s
+        node = plan.nodes[rank]
+        local_ranks = plan.ranks_on(node)
+        names = {
+            member.local: f"rank {member.rank} (host {member.host}, pid {member.pid})" for member in plan.members
+        }
+        local = plan.mode != "flat"
+        local_addresses = [
+            "inproc://self" if peer == rank else plan.members[peer].local for peer in local_ranks if local
+        ]
+        if not local or (plan.mode == "hierarchical" and len(local_ranks) == 1):
+            local_addresses = []
+        links = runtime.connector.connect([*local_addresses, *servers], deadline_s, names=names, retry=True)
+        local_links, server_links = links[: len(local_addresses)], links[len(local_addresses) :]
+
+        def join(index: int, members: int, uplink: bool) -> control.Join:
+            return control.Join(plan.group, members, index, rank, plan.num_nodes, node, uplink)
+
+        uplink = plan.mode == "hierarchical"
+        joins = [(link, join(local_ranks.index(rank), len(local_ranks), uplink)) for link in local_links]
+        joins += [(link, join(rank, size, False)) for link in server_links]
+        runtime.connector.join(joins, deadline_s)
+        server_plane = Plane(server_links, plan.weights)
+        node_plane = Plane(server_links, plan.weights, by_node=True)
+        local_plane = Plane(local_links, [1.0] * len(local_links))
+        reduce_plane = {"local": local_plane, "flat": server_plane}.get(plan.mode, local_plane)
+        if plan.mode == "hierarchical" and not local_links:
+            reduce_plane = node_plane
+        return Group(
+            runtime,
+            plan.group,
+            self._name,
+            rank,
+            size,
+            reduce_plane=reduce_plane,
+            relay_plane=local_plane if plan.mode == "local" else server_plane,
+            uplink_plane=node_plane if plan.mode == "hierarchical" and local_links else None,
+            is_local=plan.mode == "local",
+            num_engines=len(plan.weights) if plan.weights else size,
+            partition_bytes=plan.partition_bytes,
+            description=_describe(plan, server_links),
+        )
+
+
+def _describe(plan: rendezvous.Plan, servers: Sequence[Link]) -> str:
+    parts = [plan.why]
+    for link in servers:
+        reason = f" ({link.reason})" if link.reason else ""
+        parts.append(f"{link.describe()}{reason}")
+    parts.append(f"partitions of {plan.partition_bytes} bytes, credit {plan.credit}")
+    return "; ".join(parts)

@@ -1,0 +1,50 @@
+"""A bridge from the IO thread's callbacks to a thread that blocks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torch_bps.errors import BytePSError, OperationTimeout
+
+log = logging.getLogger("torch_bps.core")
+
+_SAY_EVERY_S = 5.0
+
+
+class Waiting:
+    """Counts answers in the IO thread, waited for in another.
+
+    Thread safety: `one` in the IO thread, `wait` in one other.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.error: BytePSError | None = None
+        self._event = threading.Event()
+        if not total:
+            self._event.set()
+
+    def one(self, error: BytePSError | None) -> None:
+        """One more answer; the first error ends the wait."""
+        if error is not None:
+            self.error = self.error or error
+            self._event.set()
+            return
+        self.done += 1
+        if self.done == self.total:
+            self._event.set()
+
+    def wait(self, deadline_s: float, text: Callable[[], str]) -> None:
+        """Wait for all answers or the first error (then see `error`). Ctrl-C gets through.
+
+        Raises:
+            OperationTimeout: neither came by `deadline_s`; `text` says what was awaited.
+        """
+        while not self._event.wait(min(_SAY_EVERY_S, max(0.0, deadline_s - time.monotonic()))):
+            if time.monotonic() >= deadline_s:
+                raise OperationTimeout(f"Timed out {text()}")
+            log.warning("%s", text())

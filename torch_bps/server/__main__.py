@@ -1,0 +1,228 @@
+"""A summation server: `byteps server`, `python -m torch_bps.server`. Ready in under half a second, without torch.
+
+    byteps server --host 10.0.0.7 --port 4711            long-lived; BYTEPS_SERVERS=10.0.0.7:4711 at the workers
+    byteps server --rdzv-endpoint 10.0.0.1:29400 --rdzv-id job1       finds the job; BYTEPS_NUM_SERVERS=k there
+
+SIGTERM (or Ctrl-C) drains: what is owed is still sent, then it exits 0. A second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import sys
+import time
+import uuid
+from types import FrameType
+
+from torch_bps.config import Config
+from torch_bps import topology
+from torch_bps.errors import BytePSError, ConfigError
+from torch_bps.server.folder import ThreadFolder
+from torch_bps.server.service import Service
+from torch_bps.transport.arena import Arena
+from torch_bps.transport.base import Listener
+from torch_bps.transport.reactor import EpollReactor
+from torch_bps.transport.registry import make
+from torch_bps.wire import announcement
+
+log = logging.getLogger("torch_bps.server")
+
+DRAIN_TIMEOUT_S = 10.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    p = argparse.ArgumentParser(
+        prog="byteps server", description="Run a summation server: it adds what the ranks push and sends the sums back."
+    )
+    p.add_argument("--host", default="", help="address or name to listen at (default: the one that reaches the "
+                   "rendezvous, else 127.0.0.1; 0.0.0.0 or :: for all)")  # fmt: skip
+    p.add_argument("--port", type=int, default=0, help="control port (default: any free one); data uses PORT+1")
+    p.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="torchrun's: find the job there")
+    p.add_argument("--rdzv-id", default="none", metavar="ID", help="torchrun's --rdzv-id (its default: none)")
+    p.add_argument("--rdzv-timeout", type=float, default=600.0, metavar="S", help="how long to look for the job")
+    p.add_argument("--threads", type=int, default=0, help="engine threads (default: BYTEPS_SERVER_ENGINE_THREAD)")
+    p.add_argument("--verbose", action="store_true", help="log at DEBUG")
+    p.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # end with this process (co-located)
+    p.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)  # write the announcement there
+    return p
+
+
+class Server:
+    """One server process. Thread safety: `main` runs the reactor in the main thread."""
+
+    def __init__(self, options: argparse.Namespace, config: Config) -> None:
+        self.options = options
+        self.reactor = EpollReactor("byteps-io-0")
+        self._draining_since_s = 0.0
+        self._running = True
+        self._ended = False
+        endpoint = _endpoint(options.rdzv_endpoint)
+        host = options.host or (topology.interface_address(config.interface) if config.interface else "")
+        if not host:
+            host = topology.address_towards(*endpoint) if endpoint else "127.0.0.1"
+        name = uuid.uuid4().hex
+        self._arena = Arena(config.shared_memory_bytes)
+        node = topology.node_identity(config.node_id)
+        self._folder = ThreadFolder(self.reactor, options.threads or config.server_engine_thread)
+        self.service = Service(
+            self.reactor,
+            self._arena,
+            name=name,
+            node=node,
+            folder=self._folder,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+        )
+        self.service.on_change = self._look
+        self._transports = {
+            scheme: make(scheme, self._arena, config.socket_buffer_bytes) for scheme in ("zmq", "tcp", "shm")
+        }
+        self._listeners: list[Listener] = []
+        data_port = options.port + 1 if options.port else 0
+        control_listener = self._listen("zmq", topology.join_address(host, options.port))
+        for scheme, where in (("shm", f"byteps-{name}"), ("tcp", topology.join_address(host, data_port))):
+            self.service.endpoints.append(self._listen(scheme, where).address)
+        self.service.endpoints.append(control_listener.address)
+        address = control_listener.address.removeprefix("zmq://")
+        if host in ("0.0.0.0", "::"):
+            address = topology.join_address(topology.host_label(), topology.split_address(address)[1])
+        self.announcement = announcement.Announcement(address, name, topology.host_label())
+        self._endpoint = endpoint
+
+    def _listen(self, scheme: str, where: str) -> Listener:
+        listener = self._transports[scheme].listen(self.reactor, where, self.service.accept)
+        self._listeners.append(listener)
+        return listener
+
+    def run(self) -> int:
+        """Serve until a signal, the parent's end or the job's; returns the exit code."""
+        options = self.options
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if options.parent else self._on_signal)
+        if options.parent:
+            self._watch_parent(options.parent)
+        announcer = None
+        if self._endpoint:
+            from torch_bps.server.announce import Announcer, require_torch
+
+            require_torch()
+            announcer = Announcer(
+                self._endpoint,
+                options.rdzv_id,
+                announcement.encode(self.announcement),
+                lambda reason: self.reactor.call(self._drain, reason),
+                options.rdzv_timeout,
+            )
+        log.info("server %s ready at %s (also %s)", self.service.name[:8], self.announcement.address,
+                 ", ".join(self.service.endpoints))  # fmt: skip
+        if options.ready_fd >= 0:
+            os.write(options.ready_fd, announcement.encode(self.announcement).encode() + b"\n")
+            os.close(options.ready_fd)
+        while self._running:
+            self.reactor.run_once(1.0)
+        if announcer is not None:
+            announcer.stop()
+        self.close()
+        return 0
+
+    def close(self) -> None:
+        """Close everything."""
+        for listener in self._listeners:
+            listener.close()
+        self._folder.stop()
+        for transport in self._transports.values():
+            if hasattr(transport, "close"):
+                transport.close()
+        self.reactor.stop()
+        self._arena.close()
+
+    # ---- the end
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.reactor.call(self._drain, signal.Signals(number).name)
+
+    def _drain(self, reason: str) -> None:
+        if self._draining_since_s:
+            log.info("ending at once: %s", reason)
+            self._running = False
+            return
+        self._draining_since_s = time.monotonic()
+        log.info("draining: %s", reason)
+        self.reactor.call_later(DRAIN_TIMEOUT_S, self._end)
+        self._look()
+
+    def _look(self) -> None:
+        """While draining: end as soon as nobody is connected any more."""
+        if self._draining_since_s and not self.service.membership.processes:
+            self.reactor.call_later(0.05, self._end)  # the last Bye is still on its way out
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        owed = "" if self.service.is_idle() else "; results that nobody came for are dropped"
+        self.service.end("it was told to end")
+        log.info("ended%s", owed)
+        self.reactor.call_later(0.1, self._stop)  # the goodbyes still have to leave
+
+    def _stop(self) -> None:
+        self._running = False
+
+    def _watch_parent(self, pid: int) -> None:
+        """End when the process that started this server ends, however it ends."""
+        try:
+            fd = os.pidfd_open(pid)
+        except OSError:
+            self._poll_parent(pid)  # no pidfd here (old kernel, sandbox), or it has gone already
+            return
+        self.reactor.add(fd, select.EPOLLIN, lambda events: self._parent_gone(fd))
+        if os.getppid() != pid:
+            self._parent_gone(fd)
+
+    def _parent_gone(self, fd: int) -> None:
+        self.reactor.remove(fd)
+        os.close(fd)
+        log.info("the rank that started this server has gone")
+        self._running = False
+
+    def _poll_parent(self, pid: int) -> None:
+        if os.getppid() != pid:
+            self._running = False
+        else:
+            self.reactor.call_later(0.5, lambda: self._poll_parent(pid))
+
+
+def _endpoint(text: str) -> tuple[str, int] | None:
+    if not text:
+        return None
+    try:
+        return topology.split_address(text)
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-endpoint {text!r} is no HOST:PORT ({error})") from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.DEBUG if options.verbose else logging.INFO,
+        format="%(asctime)s byteps server %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    if options.parent and not options.verbose:
+        logging.getLogger().setLevel(logging.WARNING)
+    try:
+        config = Config.load()
+        server = Server(options, config)
+    except BytePSError as error:
+        print(f"byteps server: {error}", file=sys.stderr)
+        return 2
+    return server.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
