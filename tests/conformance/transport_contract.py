@@ -179,7 +179,7 @@ class TransportContract:
             rig.step(rig.client_reactor)
         if rig.kit.clog_nbytes is not None:
             assert MiB < near.channel.queued_nbytes <= total + 64 * (total // MiB)
-        assert rig.sent.alive == 1
+        assert rig.sent.alive <= 1  # 0 where the bytes were copied
         rig.until(lambda: near.channel.queued_nbytes == 0 and rig.sent.alive == 0, "the peer reads again")
         rig.until(lambda: len(far.log.frames) >= total // MiB, "all frames")
         assert [header.sequence for header, _ in far.log.frames] == list(range(total // MiB))
@@ -218,12 +218,14 @@ class TransportContract:
         assert near.log.closed == far.log.closed == [None]
 
     @pytest.mark.parametrize("by_server", [False, True], ids=["by_client", "by_server"])
-    def test_a_cut_is_an_error_on_both_sides(self, rig: Rig, by_server: bool) -> None:
+    def test_a_cut_closes_both_sides(self, rig: Rig, by_server: bool) -> None:
         closing, other = rig.pair()[:: -1 if by_server else 1]
         error = RuntimeError("cut")
         closing.channel.close(error)
         rig.until_closed(closing, other)
         assert closing.log.closed == [error]
+        if not rig.kit.cut_is_noticed:
+            return
         assert isinstance(other.log.closed[0], BytePSError)
         assert isinstance(other.log.closed[0], ConnectionError)
         assert other.channel.peer in str(other.log.closed[0])

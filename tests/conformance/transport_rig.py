@@ -74,6 +74,8 @@ class Kit:
     """the transport's name and its addresses' scheme"""
     one_reactor = False
     """both sides share one transport object and one reactor (inproc)"""
+    cut_is_noticed = False
+    """close(error) looks different from close() on the other side"""
     child_closes_all = False
     """transport.close_in_child() leaves no descriptor of ours open in a forked child"""
     clog_nbytes: int | None = 64 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from torch_bps.errors import ProtocolError
 from torch_bps.server.mailbox import Mailbox
@@ -11,6 +11,9 @@ from torch_bps.wire.ops import MAX_RANKS
 if TYPE_CHECKING:
     from torch_bps.server.slots import Record
     from torch_bps.wire.header import Header
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 REMEMBERED: Final = 1024
 """How many failed (and how many settled) operations of a group are remembered; the oldest are forgotten."""
@@ -94,7 +97,7 @@ class Group:
         return not self.present and (self.broken is not None or len(self.ranks) == self.size)
 
 
-def remember(memory: dict[K, V], key: K, value: V, limit: int = REMEMBERED) -> None:
+def remember(memory: dict[_K, _V], key: _K, value: _V, limit: int = REMEMBERED) -> None:
     """Put it into the dict and forget the oldest beyond `limit`."""
     memory[key] = value
     if len(memory) > limit:

@@ -1,4 +1,4 @@
-"""What a frame says about its operation: whether it is allowed at all, whether two ranks say the same, how to tell people.
+"""What a frame says about its operation: whether it is allowed, whether two ranks say the same, how to tell people.
 
 Called by the engine and its mailbox. Pure: header in, verdict out. `size` is the number of members of the group.
 """

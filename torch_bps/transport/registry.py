@@ -1,0 +1,73 @@
+"""Which transports there are, and which one a client takes of those that a service offers.
+
+Adding a transport: one file, one line in _TRANSPORTS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Final
+
+from torch_bps.errors import ConfigError
+from torch_bps.transport.arena import Arena
+from torch_bps.transport.memory import Pool
+
+_TRANSPORTS: Final = {
+    "tcp": "torch_bps.transport.tcp:TcpTransport",
+    "shm": "torch_bps.transport.shm:ShmTransport",
+    "zmq": "torch_bps.transport.zmq:ZmqTransport",
+}
+_PREFERENCE: Final = ("shm", "tcp", "zmq")
+
+
+def make(scheme: str, arena: Arena, socket_buffer_nbytes: int = 0) -> Any:
+    """Return a new transport (transport.base.Transport, with `close` where there is something to close).
+
+    Args:
+        arena: where shm keeps what it sends.
+        socket_buffer_nbytes: for tcp.
+    """
+    module, _, name = _TRANSPORTS[scheme].partition(":")
+    cls = getattr(import_module(module), name)
+    if scheme == "shm":
+        return cls(arena)
+    if scheme == "tcp":
+        return cls(Pool(), socket_buffer_nbytes)
+    return cls()
+
+
+def scheme_of(address: str) -> str:
+    """Return "tcp" of "tcp://host:port". Raises ConfigError."""
+    scheme, separator, rest = address.partition("://")
+    if not separator or not rest:
+        raise ConfigError(f"{address!r} is no address", hint="addresses look like tcp://host:port")
+    return scheme
+
+
+def choose(wanted: str, offered: Sequence[str], same_node: bool) -> tuple[str, str]:
+    """Return the address to use and the sentence that says why.
+
+    Args:
+        wanted: auto, or the scheme that the user asks for (BYTEPS_TRANSPORT).
+        offered: the service's addresses.
+        same_node: whether the service is on this host, so that shared memory works.
+
+    Raises:
+        ConfigError: what is wanted is not offered.
+    """
+    by_scheme = {scheme_of(address): address for address in reversed(offered)}
+    if wanted != "auto":
+        if wanted == "shm" and not same_node:
+            raise ConfigError("BYTEPS_TRANSPORT=shm, but the server is on another node", hint="use auto or tcp")
+        if wanted not in by_scheme:
+            raise ConfigError(
+                f"BYTEPS_TRANSPORT={wanted} is not offered by the server",
+                hint=f"it offers {', '.join(sorted(by_scheme)) or 'nothing'}",
+            )
+        return by_scheme[wanted], f"BYTEPS_TRANSPORT={wanted}"
+    for scheme in _PREFERENCE:
+        if scheme in by_scheme and (scheme != "shm" or same_node):
+            where = "on this node" if same_node else "on another node"
+            return by_scheme[scheme], f"{scheme}, the fastest for a server {where}"
+    raise ConfigError(f"the server offers no transport that this version knows: {', '.join(offered) or 'none'}")

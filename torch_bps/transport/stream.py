@@ -1,0 +1,385 @@
+"""Frames over a connected stream socket: what tcp and shm have in common. Knows nothing of addresses.
+
+    send ──> sendmsg at once ──(kernel full)──> queue ──EPOLLOUT──> sendmsg
+    EPOLLIN ──> read-ahead (prefixes, small payloads) ──> frames;  a large payload's rest ──> straight into its buffer
+
+A prefix is the 64-byte header and, for shm, a few bytes more.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections import deque
+from typing import Final
+
+from torch_bps.errors import BytePSError, PeerLostError, ProtocolError
+from torch_bps.transport.base import Buffer, Handler, Memory, Reactor, Timer
+from torch_bps.wire.header import FIRST_PRIVATE_FRAME, HEADER_NBYTES, Header, unpack
+
+log = logging.getLogger("torch_bps.transport")
+
+READ_AHEAD_NBYTES: Final = 16384
+_MAX_SEGMENTS: Final = 64  # in one sendmsg; the kernel takes up to 1024
+_FAIR_NBYTES: Final = 4 << 20  # read from one channel before the others get their turn
+_END_TIMEOUT_S: Final = 5.0
+
+
+class Segment:
+    """Bytes that wait to be sent; `fd` is a descriptor to hand over with the first of them."""
+
+    __slots__ = ("buffer", "fd", "view")
+
+    def __init__(self, view: memoryview, buffer: Buffer | None, fd: int = -1) -> None:
+        self.view = view
+        self.buffer = buffer
+        self.fd = fd
+
+
+class StreamChannel:
+    """transport.base.Channel over a non-blocking stream socket.
+
+    Thread safety: the reactor's thread.
+
+    Args:
+        sock: connected, or connecting (then call `opened` when it is).
+    """
+
+    transport = ""
+    prefix_nbytes = HEADER_NBYTES
+
+    def __init__(self, reactor: Reactor, sock: socket.socket | None, peer: str, pool: Memory) -> None:
+        self.peer = peer
+        self.queued_nbytes = 0
+        self.handler: Handler
+        self._reactor = reactor
+        self._sock = sock
+        self._pool = pool
+        self._queue: deque[Segment] = deque()
+        self._is_open = False
+        self._closed = False
+        self._ending = False  # close_when_sent was called
+        self._said_end = False
+        self._watching_out = False
+        self._end_timer: Timer | None = None
+        self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
+        self._start = 0
+        self._end = 0
+        self._header: Header | None = None
+        self._payload: Buffer | None = None
+        self._filled = 0
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to {self.peer}>"
+
+    # ---- opening
+
+    def opened(self) -> None:
+        """The socket is connected: report it, then send what waits."""
+        if self._closed:
+            return
+        assert self._sock is not None
+        self._is_open = True
+        self._reactor.add(self._sock.fileno(), select.EPOLLIN, self._on_events)
+        self._guarded_open()
+        if self._queue and not self._closed:
+            self._flush()
+
+    def _guarded_open(self) -> None:
+        try:
+            self.handler.on_open(self)
+        except Exception as error:
+            self.close(error)
+
+    # ---- sending
+
+    def send(self, header: Header, buffer: Buffer | None = None) -> None:
+        """Send one frame (transport.base.Channel)."""
+        if self._closed or self._ending:
+            if buffer is not None:
+                buffer.release()
+            return
+        self._put(header.pack(), buffer)
+
+    def _put(self, prefix: bytes, buffer: Buffer | None) -> None:
+        """Send a prefix and its payload now, or queue what the kernel does not take."""
+        if self._queue or not self._is_open:
+            self._append(Segment(memoryview(prefix), None))
+            if buffer is not None:
+                self._append(Segment(buffer.view, buffer))
+            return
+        assert self._sock is not None
+        try:
+            if buffer is None:
+                sent = self._sock.send(prefix)
+            else:
+                sent = self._sock.sendmsg((prefix, buffer.view))
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            if buffer is not None:
+                buffer.release()
+            self.close(self._lost(error))
+            return
+        size = len(prefix)
+        if sent < size:
+            self._append(Segment(memoryview(prefix)[sent:], None))
+        if buffer is not None:
+            rest = buffer.view[max(0, sent - size) :]
+            if rest.nbytes:
+                self._append(Segment(rest, buffer))
+            else:
+                buffer.release()
+        if self._queue:
+            self._watch_out(True)
+
+    def _append(self, segment: Segment) -> None:
+        self._queue.append(segment)
+        self.queued_nbytes += segment.view.nbytes
+
+    def _flush(self) -> None:
+        queue = self._queue
+        assert self._sock is not None
+        while queue:
+            views = []
+            for segment in queue:
+                if (segment.fd >= 0 and views) or len(views) == _MAX_SEGMENTS:
+                    break  # a descriptor goes with the first byte of its own message
+                views.append(segment.view)
+            try:
+                sent = self._sendmsg(views, queue[0].fd)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self.close(self._lost(error))
+                return
+            self.queued_nbytes -= sent
+            while queue and sent >= queue[0].view.nbytes:
+                segment = queue.popleft()
+                sent -= segment.view.nbytes
+                if segment.buffer is not None:
+                    segment.buffer.release()
+            if sent:
+                queue[0].view = queue[0].view[sent:]
+                queue[0].fd = -1
+        self._watch_out(bool(queue))
+        if self._ending and not queue:
+            self._say_end()
+
+    def _sendmsg(self, views: list[memoryview], fd: int) -> int:
+        assert self._sock is not None
+        return self._sock.sendmsg(views)
+
+    def _watch_out(self, wanted: bool) -> None:
+        if wanted != self._watching_out and self._sock is not None and self._is_open:
+            self._watching_out = wanted
+            self._reactor.modify(self._sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    # ---- receiving
+
+    def _on_events(self, events: int) -> None:
+        if events & select.EPOLLOUT:
+            self._flush()
+        if events & ~select.EPOLLOUT and not self._closed:
+            try:
+                self._read()
+            except BytePSError as error:
+                self.close(error)
+            except OSError as error:
+                self.close(self._lost(error))
+            except Exception as error:  # a handler's
+                self.close(error)
+
+    def _read(self) -> None:
+        budget = _FAIR_NBYTES
+        while budget > 0 and not self._closed:
+            payload = self._payload
+            target = self._ahead[self._end :] if payload is None else payload.view[self._filled :]
+            try:
+                got = self._receive(target)
+            except BlockingIOError:
+                return
+            if got == 0:
+                self._peer_ended()
+                return
+            budget -= got
+            if self._ending:
+                continue  # discard: only the peer's end matters now
+            if payload is None:
+                self._end += got
+                self._parse()
+                if got < target.nbytes and self._payload is None:
+                    return  # the kernel has no more: save a system call
+            else:
+                self._filled += got
+                if self._filled == payload.view.nbytes:
+                    header, self._header, self._payload = self._header, None, None
+                    assert header is not None
+                    self._deliver(header, payload)
+
+    def _receive(self, target: memoryview) -> int:
+        assert self._sock is not None
+        return self._sock.recv_into(target)
+
+    def _parse(self) -> None:
+        """Deliver the frames in the read-ahead."""
+        ahead, size = self._ahead, self.prefix_nbytes
+        while self._end - self._start >= size:
+            start = self._start
+            header = unpack(ahead[start : start + HEADER_NBYTES])
+            self._start = start + size
+            nbytes = header.nbytes
+            if header.frame >= FIRST_PRIVATE_FRAME:
+                self._private_header(header)
+            buffer = self._shared_payload(header, ahead[start + HEADER_NBYTES : start + size]) if nbytes else None
+            if nbytes and buffer is None:
+                buffer = None if header.frame >= FIRST_PRIVATE_FRAME else self.handler.on_header(self, header)
+                if self._closed:
+                    return
+                if buffer is None:
+                    buffer = self._pool.alloc(nbytes)
+                elif buffer.view.nbytes != nbytes:
+                    raise ProtocolError(f"{nbytes} bytes for a buffer of {buffer.view.nbytes}")
+                have = min(self._end - self._start, nbytes)
+                buffer.view[:have] = ahead[self._start : self._start + have]
+                self._start += have
+                if have < nbytes:
+                    self._header, self._payload, self._filled = header, buffer, have
+                    break
+            self._deliver(header, buffer)
+            if self._closed:
+                return
+        left = self._end - self._start
+        if left and self._start:
+            ahead[:left] = bytes(ahead[self._start : self._end])
+        self._start, self._end = 0, left
+
+    def _deliver(self, header: Header, buffer: Buffer | None) -> None:
+        if header.frame >= FIRST_PRIVATE_FRAME:
+            self._private(header, buffer)
+        else:
+            self.handler.on_frame(self, header, buffer)
+
+    def _private_header(self, header: Header) -> None:
+        """A frame of the transport's own begins."""
+        raise ProtocolError(f"unexpected frame {header.frame}")
+
+    def _private(self, header: Header, payload: Buffer | None) -> None:
+        """A frame of the transport's own is here; releases the payload."""
+
+    def _shared_payload(self, header: Header, trailer: memoryview) -> Buffer | None:
+        """Return the payload if it lies in shared memory, None if it follows in the stream."""
+        return None
+
+    # ---- the end
+
+    def _peer_ended(self) -> None:
+        if self._ending:
+            self.close(None)
+        elif self._payload is not None or self._end:
+            self.close(PeerLostError(f"the connection to {self.peer} ended within a frame"))
+        else:
+            self.close(None)
+
+    def _lost(self, error: OSError) -> PeerLostError:
+        return PeerLostError(f"the connection to {self.peer} broke: {error.strerror or error}")
+
+    def close_when_sent(self) -> None:
+        """Close once the peer can read everything (transport.base.Channel)."""
+        if self._closed or self._ending:
+            return
+        self._ending = True
+        if self._is_open and not self._queue:
+            self._say_end()
+        if not self._closed:
+            self._end_timer = self._reactor.call_later(_END_TIMEOUT_S, lambda: self.close(None))
+
+    def _say_end(self) -> None:
+        """Tell the peer that no more comes, then wait for its own end: closing now could discard what is under way."""
+        if self._said_end:
+            return
+        self._said_end = True
+        if self._payload is not None:
+            self._payload.release()
+            self._payload = None
+        assert self._sock is not None
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self.close(self._lost(error))
+            return
+        self._start = self._end = 0
+
+    def close(self, error: Exception | None = None) -> None:
+        """Close now (transport.base.Channel)."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+        if self._sock is not None:
+            self._reactor.remove(self._sock.fileno())
+            if error is not None:
+                self._cut(self._sock)
+            self._sock.close()
+        queue, self._queue = self._queue, deque()
+        for segment in queue:
+            if segment.buffer is not None:
+                segment.buffer.release()
+        self.queued_nbytes = 0
+        if self._payload is not None:
+            self._payload.release()
+            self._payload = None
+        self._forget()
+        self._reactor.call(self.handler.on_close, self, error)
+
+    def _cut(self, sock: socket.socket) -> None:
+        """Make the coming close look like a break to the peer, where that is possible."""
+
+    def _forget(self) -> None:
+        """Let go of what the transport itself holds for this channel."""
+
+
+class StreamListener:
+    """Accepts connections on a listening socket; pauses when the process has no descriptor left."""
+
+    def __init__(self, reactor: Reactor, sock: socket.socket, address: str) -> None:
+        self.address = address
+        self._reactor = reactor
+        self._sock = sock
+        self._open = True
+        reactor.add(sock.fileno(), select.EPOLLIN, self._on_events)
+
+    def _on_events(self, events: int) -> None:
+        for _ in range(64):
+            if not self._open:
+                return
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+                return
+            except OSError:  # no descriptors, no memory: looking again at once would spin
+                self._reactor.modify(self._sock.fileno(), 0)
+                self._reactor.call_later(0.1, self._resume)
+                return
+            sock.setblocking(False)
+            try:
+                self._accepted(sock, address)
+            except Exception:
+                log.exception("%s: accepting a connection failed", self.address)
+                sock.close()
+
+    def _accepted(self, sock: socket.socket, address: object) -> None:
+        raise NotImplementedError
+
+    def _resume(self) -> None:
+        if self._open:
+            self._reactor.modify(self._sock.fileno(), select.EPOLLIN)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._open:
+            self._open = False
+            self._reactor.remove(self._sock.fileno())
+            self._sock.close()

@@ -1,0 +1,178 @@
+"""Raw TCP: sendmsg straight from the tensor, recv_into straight into the result. Addresses "tcp://host:port"."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch_bps.errors import ConfigError, PeerLostError
+from torch_bps.topology import join_address, split_address
+from torch_bps.transport.base import Channel, Handler, Memory, Reactor, Timer
+from torch_bps.transport.stream import StreamChannel, StreamListener
+
+_CONNECT_TIMEOUT_S: Final = 10.0
+_BACKLOG: Final = 1024
+_RESET: Final = struct.pack("ii", 1, 0)
+
+_AddressInfo = tuple[Any, Any, int, str, Any]
+
+
+class TcpTransport:
+    """transport.base.Transport over TCP.
+
+    Args:
+        pool: memory for payloads that the handler has no place for.
+        socket_buffer_nbytes: of each socket, both ways; 0 leaves it to the kernel.
+    """
+
+    name = "tcp"
+
+    def __init__(self, pool: Memory, socket_buffer_nbytes: int = 0) -> None:
+        self._pool = pool
+        self._socket_buffer_nbytes = socket_buffer_nbytes
+
+    def listen(self, reactor: Reactor, where: str, accept: Callable[[Channel], Handler]) -> StreamListener:
+        """Listen at "host:port". Raises ConfigError."""
+        host, port = _split(where)
+        try:
+            family, kind, proto, _, address = _resolve(host, port, socket.AI_PASSIVE)[0]
+            sock = socket.socket(family, kind, proto)
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._size_buffers(sock)
+                sock.bind(address)
+                sock.listen(_BACKLOG)
+                sock.setblocking(False)
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen at {where}: {error.strerror or error}",
+                hint="choose another port (0 takes any free one) or an address of this host",
+            ) from None
+        return _TcpListener(self, reactor, sock, f"tcp://{join_address(host, sock.getsockname()[1])}", accept)
+
+    def connect(self, reactor: Reactor, address: str, handler: Handler) -> Channel:
+        """Start to connect to "tcp://host:port"."""
+        channel = _TcpChannel(reactor, None, address, self._pool)
+        channel.handler = handler
+        host, port = _split(address.removeprefix("tcp://"))
+        try:
+            candidates = _resolve(host, port, 0)
+        except OSError as error:
+            channel.close(PeerLostError(f"cannot connect to {address}: {error}", hint="check the host name"))
+            return channel
+        channel.connect(candidates, self._prepare)
+        return channel
+
+    def _prepare(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._size_buffers(sock)
+
+    def _size_buffers(self, sock: socket.socket) -> None:
+        if self._socket_buffer_nbytes:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._socket_buffer_nbytes)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._socket_buffer_nbytes)
+
+
+class _TcpListener(StreamListener):
+    def __init__(
+        self,
+        transport: TcpTransport,
+        reactor: Reactor,
+        sock: socket.socket,
+        address: str,
+        accept: Callable[[Channel], Handler],
+    ) -> None:
+        super().__init__(reactor, sock, address)
+        self._transport = transport
+        self._accept = accept
+
+    def _accepted(self, sock: socket.socket, address: Any) -> None:
+        self._transport._prepare(sock)
+        channel = _TcpChannel(
+            self._reactor, sock, f"tcp://{join_address(address[0], address[1])}", self._transport._pool
+        )
+        channel.handler = self._accept(channel)
+        channel.opened()
+
+
+class _TcpChannel(StreamChannel):
+    transport = "tcp"
+    _candidates: list[_AddressInfo]
+    _prepare: Callable[[socket.socket], None]
+    _connect_timer: Timer
+
+    def connect(self, candidates: list[_AddressInfo], prepare: Callable[[socket.socket], None]) -> None:
+        """Try each address in turn."""
+        self._candidates = candidates
+        self._prepare = prepare
+        self._connect_timer = self._reactor.call_later(_CONNECT_TIMEOUT_S, self._too_late)
+        self._try_next(OSError("no address"))
+
+    def _try_next(self, last: OSError) -> None:
+        while self._candidates:
+            family, kind, proto, _, address = self._candidates.pop(0)
+            try:
+                self._sock = socket.socket(family, kind, proto)
+                self._sock.setblocking(False)
+                self._prepare(self._sock)
+                self._sock.connect(address)
+            except BlockingIOError:
+                assert self._sock is not None
+                self._reactor.add(self._sock.fileno(), select.EPOLLOUT, self._connected)
+                return
+            except OSError as error:
+                last = error
+                if self._sock is not None:
+                    self._sock.close()
+                    self._sock = None
+                continue
+            self._reactor.call(self._finish)
+            return
+        self._connect_timer.cancel()
+        self.close(
+            PeerLostError(
+                f"cannot connect to {self.peer}: {last.strerror or last}",
+                hint="see whether it runs, and whether a firewall is between",
+            )
+        )
+
+    def _connected(self, events: int) -> None:
+        assert self._sock is not None
+        self._reactor.remove(self._sock.fileno())
+        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            self._sock.close()
+            self._sock = None
+            self._try_next(OSError(code, os.strerror(code)))
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._connect_timer.cancel()
+        self.opened()
+
+    def _cut(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+
+    def _too_late(self) -> None:
+        if not self._is_open and not self._closed:
+            self.close(PeerLostError(f"cannot connect to {self.peer}: no answer within {_CONNECT_TIMEOUT_S:g} s"))
+
+
+def _split(where: str) -> tuple[str, int]:
+    try:
+        return split_address(where)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _resolve(host: str, port: int, flags: int) -> list[_AddressInfo]:
+    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
