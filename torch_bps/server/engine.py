@@ -221,6 +221,11 @@ class Engine:
             any(group.mailbox.counts()) for group in self._groups.values()
         )
 
+    def holds(self, group: int) -> bool:
+        """Whether a slot of the group is alive: some of its members still come for results."""
+        found = self._groups.get(group)
+        return found is not None and any(record.slots for record in found.records.values())
+
     def describe(self) -> dict[str, int]:
         """Return counters for people and metrics."""
         boxes = [group.mailbox.counts() for group in self._groups.values()]

@@ -55,6 +55,7 @@ class Operations:
         return record
 
     def fail(self, record: Record, indices: set[int], failure: Failure, out: list[Instruction]) -> None:
+        """End an operation with an error for `indices`; later frames of it get the same."""
         group = record.group
         group.records.pop(record.key, None)
         remember(group.failed, record.key, failure)
@@ -88,6 +89,7 @@ class Operations:
     # ---- slots
 
     def open(self, record: Record, header: Header) -> Slot:
+        """Make the slot of an operation's frame."""
         slot = Slot(header, record)
         self.slots[slot.key] = slot
         self.num_slots += 1
@@ -95,6 +97,7 @@ class Operations:
         return slot
 
     def finish(self, slot: Slot, out: list[Instruction]) -> None:
+        """End a slot whose every answer is given."""
         del self.slots[slot.key]
         del slot.record.slots[slot]
         out.append(self.dropped(slot))
@@ -113,6 +116,7 @@ class Operations:
         record.slots.clear()
 
     def dropped(self, slot: Slot) -> Drop:
+        """Return the last instruction about a slot."""
         self.num_slots -= 1
         return Drop(slot)
 

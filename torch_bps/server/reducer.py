@@ -2,14 +2,15 @@
 
     Accumulator(dtype, redop, out) ──> fold([a, b], ..) ──> fold([c], ..) ──> finish(divisor)      `out` is the result
 
-numpy does the work; float16 and bfloat16, which it adds 5 to 20 times slower, go through torch where it can be
-imported (in blocks that stay below torch's threshold for OpenMP, and in cache). They are summed in float32 and rounded once.
+numpy does the work. float16 and bfloat16 are summed in float32 and rounded once; they go through torch where it can be
+imported (numpy is 2 to 10 times slower), in blocks below torch's threshold for OpenMP that also stay in cache.
 Integers wrap, as torch's do. AVG divides once, at the end: floats truly, integers toward zero.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Final
@@ -102,7 +103,7 @@ class Accumulator:
         keep32: leave float32 sums of a half type, neither rounded nor divided.
     """
 
-    __slots__ = ("_begun", "_dtype", "_keep32", "_out", "_over", "_redop", "_sums", "_ufunc")
+    __slots__ = ("_begun", "_dtype", "_keep32", "_out", "_redop", "_sums", "_ufunc")
 
     def __init__(self, dtype: int, redop: int, out: memoryview, keep32: bool = False) -> None:
         check(dtype, redop)
@@ -112,7 +113,6 @@ class Accumulator:
         self._keep32 = keep32
         self._ufunc = (_BOOL_UFUNC if _NUMPY[dtype] == np.bool_ else _UFUNC)[redop]
         self._begun = False
-        self._over = False
         self._sums: _Array | None = None
 
     def fold(self, views: Sequence[memoryview], acc32: bool, last: bool = False) -> None:
@@ -152,13 +152,13 @@ class Accumulator:
                 _divide(sums, divisor)
             return
         torch = _load_torch()
-        scale = np.float32(divisor) if self._redop == AVG else None
+        scale = float(divisor) if self._redop == AVG else None
         with np.errstate(all="ignore"):
             if torch is not None:
-                out = _tensor(torch, self._out, getattr(torch, _HALF_NAME[self._dtype]))
-                for block, target in zip(torch.from_numpy(sums).split(_BLOCK), out.split(_BLOCK), strict=True):
+                out = _tensors(torch, self._out, _HALF_NAME[self._dtype])
+                for block, target in zip(_split(torch.from_numpy(sums)), out, strict=True):
                     if scale is not None:
-                        block.div_(float(scale))
+                        block.div_(scale)
                     target.copy_(block)
             else:
                 if scale is not None:
@@ -202,9 +202,8 @@ class Accumulator:
 
     def _fold_torch(self, torch: ModuleType, views: Sequence[memoryview], sums: _Array) -> None:
         begun, self._begun = self._begun, True
-        dtype = getattr(torch, _HALF_NAME[self._dtype])
-        inputs = [_tensor(torch, view, dtype).split(_BLOCK) for view in views]
-        totals = torch.from_numpy(sums).split(_BLOCK)
+        inputs = [_tensors(torch, view, _HALF_NAME[self._dtype]) for view in views]
+        totals = _split(torch.from_numpy(sums))
         combine = getattr(torch, _TORCH_NAME[self._redop])
         for number, total in enumerate(totals):
             blocks = [blocks[number] for blocks in inputs]
@@ -215,52 +214,55 @@ class Accumulator:
 
     def _add_pair(self, torch: ModuleType, a: memoryview, b: memoryview) -> None:
         """Combine two half inputs: torch computes each element in float32 and rounds it once."""
-        dtype = getattr(torch, _HALF_NAME[self._dtype])
         combine = getattr(torch, _TORCH_NAME[self._redop])
-        blocks = (_tensor(torch, view, dtype).split(_BLOCK) for view in (a, b, self._out))
+        blocks = [_tensors(torch, view, _HALF_NAME[self._dtype]) for view in (a, b, self._out)]
         for x, y, target in zip(*blocks, strict=True):
             combine(x, y, out=target)
 
 
 class _Spare:
-    """Float32 arrays to sum halves in, kept by size: fresh pages cost more than the add.
+    """Float32 arrays to sum halves in, kept for the next slot of that size: fresh pages cost more than the add.
 
-    Thread safety: any thread (single dict and list operations).
+    Thread safety: any thread.
     """
 
-    _KEPT_NBYTES: Final = 64 << 20
+    _KEPT: Final = 16
+    _LARGEST_NBYTES: Final = 8 << 20
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._free: list[_Array] = []
 
     def get(self, size: int) -> _Array:
         """Return an array of `size` elements, not zeroed."""
-        for _ in range(len(self._free)):
-            try:
-                array = self._free.pop()
-            except IndexError:
-                break
-            if array.size == size:
-                return array
-            self._free.insert(0, array)
+        with self._lock:
+            for position in range(len(self._free) - 1, -1, -1):
+                if self._free[position].size == size:
+                    return self._free.pop(position)
         return np.empty(size, np.float32)
 
     def put(self, array: _Array) -> None:
         """Take an array back."""
-        self._free.append(array)
-        while len(self._free) > 1 and len(self._free) * array.nbytes > self._KEPT_NBYTES:
-            del self._free[0]
+        if array.nbytes <= self._LARGEST_NBYTES:
+            with self._lock:
+                self._free.append(array)
+                if len(self._free) > self._KEPT:
+                    del self._free[0]
 
 
 _spare = _Spare()
 
 
-def _tensor(torch: ModuleType, view: memoryview, dtype: object) -> Any:
-    """Return a tensor over a view. torch warns about read-only memory, so that is given to it as an address."""
+def _tensors(torch: ModuleType, view: memoryview, name: str) -> Any:
+    """Return a view's blocks as tensors. torch warns about read-only memory, so that is given to it as an address."""
+    source: object = view
     if view.readonly:
-        address = np.frombuffer(view, np.uint8).ctypes.data
-        return torch.frombuffer((ctypes.c_char * view.nbytes).from_address(address), dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype)
+        source = (ctypes.c_char * view.nbytes).from_address(np.frombuffer(view, np.uint8).ctypes.data)
+    return _split(torch.frombuffer(source, dtype=getattr(torch, name)))
+
+
+def _split(tensor: Any) -> Any:
+    return tensor.split(_BLOCK) if tensor.numel() > _BLOCK else (tensor,)
 
 
 def _divide(sums: _Array, divisor: int) -> None:
