@@ -1,6 +1,6 @@
 """All settings: one frozen Config, and the only reader of the environment in the package.
 
-Precedence: options (pg_options, arguments) > environment > default. `python -m torch_bps.config` prints docs/settings.md.
+Precedence: options (pg_options) > environment > default. `python -m torch_bps.config` prints docs/settings.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,33 @@ PREFIX: Final = "BYTEPS_"
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _OBSOLETE: Final = frozenset(
     f"BYTEPS_{name}"
-    for name in (
-        "LOCAL_RANK LOCAL_SIZE GLOBAL_RANK KEY_HASH_FN BUILT_IN_HASH_COEF MIXED_MODE_BOUND ENABLE_ASYNC THREADPOOL_SIZE "
-        "PCIE_SWITCH_SIZE REDUCE_ROOTS NCCL_GROUP_SIZE NCCL_NUM_RINGS SOCKET_PATH OMP_THREAD_PER_GPU NUMA_ON "
-        "SERVER_ENGINE_BLOCKING SERVER_ENABLE_SCHEDULE ZMQ_MAX_SOCKET ZMQ_NTHREADS ENABLE_IPC TELEMETRY_ON TRACE_ON "
-        "TRACE_DIR ENABLE_GDB MIN_COMPRESS_BYTES"
-    ).split()
+    for name in [
+        "LOCAL_RANK",
+        "LOCAL_SIZE",
+        "GLOBAL_RANK",
+        "KEY_HASH_FN",
+        "BUILT_IN_HASH_COEF",
+        "MIXED_MODE_BOUND",
+        "ENABLE_ASYNC",
+        "THREADPOOL_SIZE",
+        "PCIE_SWITCH_SIZE",
+        "REDUCE_ROOTS",
+        "NCCL_GROUP_SIZE",
+        "NCCL_NUM_RINGS",
+        "SOCKET_PATH",
+        "OMP_THREAD_PER_GPU",
+        "NUMA_ON",
+        "SERVER_ENGINE_BLOCKING",
+        "SERVER_ENABLE_SCHEDULE",
+        "ZMQ_MAX_SOCKET",
+        "ZMQ_NTHREADS",
+        "ENABLE_IPC",
+        "TELEMETRY_ON",
+        "TRACE_ON",
+        "TRACE_DIR",
+        "ENABLE_GDB",
+        "MIN_COMPRESS_BYTES",
+    ]
 )
 """settings of the original BytePS that have no meaning here"""
 
@@ -190,9 +211,7 @@ class Config:
         return self.scheduling_credit * self.partition_bytes
 
 
-_FIELDS: Final = {
-    setting.name: setting for setting in dataclasses.fields(Config) if "parse" in setting.metadata
-}
+_FIELDS: Final = {setting.name: setting for setting in dataclasses.fields(Config) if "parse" in setting.metadata}
 _ENV: Final = {
     "heartbeat_timeout_s": "BYTEPS_HEARTBEAT_TIMEOUT",
     "stall_warning_s": "BYTEPS_STALL_WARNING",
@@ -217,14 +236,12 @@ def _parsed(setting: dataclasses.Field[Any], variable: str, text: str) -> Any:
         value = setting.metadata["parse"](text)
     except ValueError as error:
         detail = f" ({error})" if setting.name == "servers" else ""
-        raise ConfigError(
-            f"{what} cannot be read{detail}", hint=f"allowed: {setting.metadata['allowed']}"
-        ) from None
+        raise ConfigError(f"{what} cannot be read{detail}", hint=f"allowed: {setting.metadata['allowed']}") from None
     return _checked(setting, value, what)
 
 
 def _checked(setting: dataclasses.Field[Any], value: Any, what: str) -> Any:
-    default = setting.default
+    default: Any = setting.default
     if isinstance(default, tuple) and isinstance(value, (list, tuple, str)):
         text = value if isinstance(value, str) else ",".join(map(str, value))
         try:
@@ -282,9 +299,8 @@ def settings_page() -> str:
         default = setting.default
         shown = {True: "1", False: "0"}.get(default, str(default)) if isinstance(default, bool) else str(default)
         shown = f"`{shown}`" if default not in ("", ()) else "not set"
-        lines.append(
-            f"| `{env_name(name)}` | `{name}` | {shown} | {meta['allowed']} | {meta['text']} | {meta['original'] or '-'} |"
-        )
+        cells = [f"`{env_name(name)}`", f"`{name}`", shown, meta["allowed"], meta["text"], meta["original"] or "-"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -300,8 +300,10 @@ class TransportContract:
         assert far.log.closed == [None]
 
     def test_send_from_inside_callbacks(self, rig: Rig) -> None:
-        rig.accept_with = lambda: Recorder(on_frame=lambda channel, header, buffer: channel.send(header._replace(nbytes=0)))
-        near, far = rig.pair(Recorder(on_open=lambda channel: channel.send(Header(PUSH, sequence=7))))
+        rig.accept_with = lambda: Recorder(
+            on_frame=lambda channel, header, buffer: channel.send(header._replace(nbytes=0))
+        )
+        near, _far = rig.pair(Recorder(on_open=lambda channel: channel.send(Header(PUSH, sequence=7))))
         for n in range(50):
             send(rig, near, b"y" * n, n)
         rig.until(lambda: len(near.log.frames) >= 51, "all answers")

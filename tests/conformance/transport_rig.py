@@ -175,7 +175,7 @@ class End(NamedTuple):
 
 
 class Rig:
-    """A listening and a connecting side in the test's own thread: nothing moves unless the test calls `until`/`step`."""
+    """A listening and a connecting side in the test's own thread: nothing moves but by `until` and `step`."""
 
     def __init__(self, kit: Kit) -> None:
         self.kit = kit

@@ -27,7 +27,7 @@ class Options:
         """Return the whole configuration: these settings, then the environment, then the defaults."""
         from torch_bps.config import Config
 
-        return Config.load(**self.settings)
+        return Config.load(None, **self.settings)
 
     def __repr__(self) -> str:
         return f"Options({', '.join(f'{name}={value!r}' for name, value in self.settings.items())})"

@@ -72,7 +72,7 @@ class Client:
         self.links: dict[str, Link] = {}
         self.traffic = Traffic()
         self.who = who
-        self._scheduler = Scheduler(credit_nbytes)
+        self._scheduler: Scheduler[Task] = Scheduler(credit_nbytes)
         self._flights: dict[FlightId, list[Flight]] = {}
         self._failed_ids: deque[FlightId] = deque(maxlen=4096)
         self._failed: set[FlightId] = set()
@@ -235,9 +235,7 @@ class Client:
         if task is None or task.into is None:
             return None
         if task.into.nbytes != header.nbytes:
-            raise ProtocolError(
-                f"{link.address} sent {header.nbytes} bytes for a partition of {task.into.nbytes} of {task.flight.label}"
-            )
+            raise ProtocolError(f"{link.name} sent {header.nbytes} bytes for {task.into.nbytes} of {task.flight.label}")
         return _TensorBuffer(task.into, task)
 
     def on_result(self, link: Link, header: Header, buffer: Buffer | None) -> None:

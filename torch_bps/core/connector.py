@@ -64,7 +64,7 @@ class Connector:
         while True:
             waiting = Waiting(len(set(addresses)))
             self._reactor.call(self._start_links, list(dict.fromkeys(addresses)), names or {}, waiting)
-            waiting.wait(deadline_s, lambda: f"waiting for servers: {waiting.done} of {waiting.total} up")
+            waiting.wait(deadline_s, waiting.servers_up)
             if waiting.error is None:
                 return [self._client.links[address] for address in addresses]
             now_s = time.monotonic()
@@ -73,7 +73,7 @@ class Connector:
                 raise waiting.error
             if now_s > said_s:
                 said_s = now_s + 5.0
-                log.warning("waiting for servers: %d of %d up (%s)", waiting.done, waiting.total, waiting.error.what)
+                log.warning("%s (%s)", waiting.servers_up(), waiting.error.what)
             time.sleep(_CONNECT_RETRY_S)
 
     def _start_links(self, addresses: list[str], names: dict[str, str], waiting: Waiting) -> None:

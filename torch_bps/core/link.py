@@ -187,7 +187,7 @@ class Link:
     def on_frame(self, channel: Channel, header: Header, buffer: Buffer | None) -> None:
         """Dispatch: results to the owner, control messages by kind."""
         frame = header.frame
-        if frame == RESULT or frame == DONE:
+        if frame in (RESULT, DONE):
             self._owner.on_result(self, header, buffer)
             return
         if frame != CONTROL or buffer is None:

@@ -33,7 +33,8 @@ class NodeUplink:
     def __call__(self, slot: Slot, want: bool) -> None:
         """Push `slot`'s sum on; report to the service when its result (if wanted) is back in the slot's memory."""
         service, client = self.service, self.client
-        assert service is not None and client is not None
+        assert service is not None
+        assert client is not None
         group_id, stream, sequence, block, part = slot.key
         own = client.flight((group_id, stream, sequence))
         if own is None:

@@ -1,6 +1,6 @@
 """Opens one group: what this rank tells, what rank 0 decides, which engines are connected to.
 
-    Rendezvous ──> Plan ──> co-located servers ──> links ──> Join ──> Group ──> ready
+Rendezvous ──> Plan ──> co-located servers ──> links ──> Join ──> Group ──> ready
 """
 
 from __future__ import annotations
@@ -156,9 +156,7 @@ class Opening:
         runtime, rank, size, deadline_s = self._runtime, self._rank, self._size, self._meeting.deadline_s
         node = plan.nodes[rank]
         local_ranks = plan.ranks_on(node)
-        names = {
-            member.local: f"rank {member.rank} (host {member.host}, pid {member.pid})" for member in plan.members
-        }
+        names = {member.local: f"rank {member.rank} (host {member.host}, pid {member.pid})" for member in plan.members}
         local = plan.mode != "flat"
         local_addresses = [
             "inproc://self" if peer == rank else plan.members[peer].local for peer in local_ranks if local

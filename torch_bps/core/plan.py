@@ -116,9 +116,7 @@ def _plan_relay(group: Group, flight: Flight, operation: Operation, plane: Plane
                 touched = touched or engine == home
                 piece = memory[offset : offset + nbytes]
                 push = frame == PUSH
-                header = _header(
-                    group, operation, frame, flags, block, part, total, nbytes if push else 0
-                )
+                header = _header(group, operation, frame, flags, block, part, total, nbytes if push else 0)
                 flight.tasks.append(
                     Task(
                         flight,

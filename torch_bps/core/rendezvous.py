@@ -142,9 +142,7 @@ def decide(
             why += "; BYTEPS_FORCE_DISTRIBUTED: every rank pushes for itself"
         if sentence:
             why += f"; {sentence}"
-    return Plan(
-        group, members, nodes, mode, colocated, starters, dedicated, weights, partition_bytes, credit, why
-    )
+    return Plan(group, members, nodes, mode, colocated, starters, dedicated, weights, partition_bytes, credit, why)
 
 
 class Rendezvous:
@@ -179,7 +177,8 @@ class Rendezvous:
         members = [member]
         for rank in range(1, self._size):
             text = self._wait_for(
-                f"{self._offer}/hello/{rank}", lambda seen=rank: f"ranks {self._missing(seen)}"  # type: ignore[misc]
+                f"{self._offer}/hello/{rank}",
+                lambda seen=rank: f"ranks {self._missing(seen)}",  # type: ignore[misc]
             )
             members.append(_decode(text, Member))
         try:
@@ -203,7 +202,7 @@ class Rendezvous:
                     offer = newest
                     self._store.set(f"{offer}/hello/{self._rank}", text)
                 if self._store.check([f"{offer}/go"]):
-                    plan = _decode(self._store.get(f"{offer}/go"), Plan)
+                    plan: Plan = _decode(self._store.get(f"{offer}/go"), Plan)
                     if any(other.nonce == self.nonce for other in plan.members):
                         break
             poll.wait(lambda: self._text("rank 0's plan"), self._timeout)
@@ -232,7 +231,7 @@ class Rendezvous:
         count = self._store.add(key, 1)
         while count < self._size:
             self._check_failed()
-            poll.wait(lambda: self._text(f"{self._size - count} other ranks to be ready"), self._timeout)
+            poll.wait(lambda: self._text("the other ranks to be ready"), self._timeout)
             count = self._store.add(key, 0)
 
     # ---- inside
@@ -254,9 +253,7 @@ class Rendezvous:
             raise cls(f"another rank could not open the group {self._name!r}: {text.splitlines()[0]}", rank=self._rank)
 
     def _missing(self, first: int) -> str:
-        missing = [
-            rank for rank in range(first, self._size) if not self._store.check([f"{self._offer}/hello/{rank}"])
-        ]
+        missing = [rank for rank in range(first, self._size) if not self._store.check([f"{self._offer}/hello/{rank}"])]
         shown = ", ".join(map(str, missing[:16]))
         return shown + (f" and {len(missing) - 16} more" if len(missing) > 16 else "")
 

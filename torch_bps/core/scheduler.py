@@ -2,12 +2,12 @@
 
     submit ──> queue by (priority, order) ──ready()──> under way, counted in bytes ──done()──> credit back
 
-Credit counts until the *result* is back (ByteScheduler, SOSP'19, section 4; the original BytePS gave it back earlier). One
-window over all engines, in order: windows per server let fast and slow servers drift apart and cost 30 %.
+Credit counts until the *result* is back (ByteScheduler, SOSP'19, section 4; the original BytePS gave it back
+earlier). One window over all engines, in order: windows per server let fast and slow ones drift apart and cost 30 %.
 
-A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of
-group 1, whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back
-for a while although tasks wait, the caller says `stalled()`, and the window is overdrawn, twice as far each time in a row.
+A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of group 1,
+whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back for a
+while although tasks wait, the caller says `stalled()`, and the window is overdrawn, twice as far each time in a row.
 """
 
 from __future__ import annotations

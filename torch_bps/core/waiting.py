@@ -38,6 +38,10 @@ class Waiting:
         if self.done == self.total:
             self._event.set()
 
+    def servers_up(self) -> str:
+        """Return "waiting for servers: 1 of 2 up"."""
+        return f"waiting for servers: {self.done} of {self.total} up"
+
     def wait(self, deadline_s: float, text: Callable[[], str]) -> None:
         """Wait for all answers or the first error (then see `error`). Ctrl-C gets through.
 

@@ -1,1 +1,1 @@
-"""The CPU summation server: a pure engine, a reducer, and the service that joins them to channels. Runs without torch."""
+"""The CPU summation server: a pure engine, a reducer, the service that joins them to channels. Runs without torch."""

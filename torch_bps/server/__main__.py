@@ -18,8 +18,8 @@ import time
 import uuid
 from types import FrameType
 
-from torch_bps.config import Config
 from torch_bps import topology
+from torch_bps.config import Config
 from torch_bps.errors import BytePSError, ConfigError
 from torch_bps.server.folder import ThreadFolder
 from torch_bps.server.service import Service
@@ -94,7 +94,7 @@ class Server:
         self._endpoint = endpoint
 
     def _listen(self, scheme: str, where: str) -> Listener:
-        listener = self._transports[scheme].listen(self.reactor, where, self.service.accept)
+        listener: Listener = self._transports[scheme].listen(self.reactor, where, self.service.accept)
         self._listeners.append(listener)
         return listener
 

@@ -86,11 +86,11 @@ class Announcer:
 
     def _announce(self, store: Any) -> None:
         """Write the address to the endpoint's store and to the store that its newest rendezvous round names."""
-        import torch.distributed as dist
+        from torch._C import _distributed_c10d as c10d
 
         targets: dict[tuple[str, int], Any] = {self._endpoint: store}
         for number in range(1000):
-            round_store = dist.PrefixStore(f"torch.rendezvous.{self._run_id}.{number}", store)
+            round_store: Any = c10d.PrefixStore(f"torch.rendezvous.{self._run_id}.{number}", store)
             if not round_store.check(["MASTER_ADDR"]) or not round_store.check(["MASTER_PORT"]):
                 break
             host = round_store.get("MASTER_ADDR").decode()
@@ -111,10 +111,10 @@ class Announcer:
 
 
 def _connect(host: str, port: int) -> Any:
-    import torch.distributed as dist
+    from torch._C import _distributed_c10d as c10d
 
     try:
-        return dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=2), wait_for_workers=False)
+        return c10d.TCPStore(host, port, None, False, timeout=timedelta(seconds=2), wait_for_workers=False)
     except RuntimeError:
         return None
 
@@ -126,7 +126,7 @@ def _first_line(error: Exception) -> str:
 def require_torch() -> None:
     """Raise ConfigError when torch is missing: --rdzv-endpoint needs it."""
     try:
-        import torch.distributed
+        import torch.distributed  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"--rdzv-endpoint needs torch for the Store's protocol: {error}",

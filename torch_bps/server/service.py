@@ -271,7 +271,8 @@ class Service:
 
     def _send(self, instruction: Send) -> None:
         slot, origin, header = instruction
-        origin.send(header, slot.result.retain() if header.nbytes else None)
+        result = slot.result
+        origin.send(header, result.retain() if result is not None and header.nbytes else None)
 
     def _done(self, instruction: Done) -> None:
         instruction.origin.send(instruction.header)

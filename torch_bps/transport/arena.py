@@ -63,9 +63,7 @@ class Arena:
         size_class = max((nbytes - 1).bit_length(), _MIN_CLASS)
         blocks = self._free.get(size_class)
         segment, offset = blocks.pop() if blocks else self._carve(1 << size_class)
-        return ArenaBuffer(
-            self._views[segment][offset : offset + nbytes], self._give_back, self, segment, offset
-        )
+        return ArenaBuffer(self._views[segment][offset : offset + nbytes], self._give_back, self, segment, offset)
 
     def _carve(self, size: int) -> tuple[int, int]:
         if size > SEGMENT_NBYTES // 2:

@@ -4,7 +4,7 @@ A *channel* is one connection (a lane) between two peers. Frames sent on it arri
 happens in the thread of one Reactor: `listen`, `connect`, `send`, `close` are called there, handlers are called there.
 Handlers may call any method of any channel, also close it, also from inside a callback.
 
-    transport.listen(reactor, where, accept) ──> Listener          transport.connect(reactor, address, handler) ──> Channel
+    transport.listen(reactor, where, accept) ──> Listener      transport.connect(reactor, address, handler) ──> Channel
               accept(channel) -> Handler                                       handler.on_open(channel)
                           handler.on_frame(channel, header, buffer) ... handler.on_close(channel, error)
 

@@ -126,9 +126,7 @@ class PeerBuffer(Buffer):
 
     __slots__ = ("offset", "segment")
 
-    def __init__(
-        self, view: memoryview, on_free: Callable[[Buffer], None], segment: int, offset: int
-    ) -> None:
+    def __init__(self, view: memoryview, on_free: Callable[[Buffer], None], segment: int, offset: int) -> None:
         super().__init__(view, on_free)
         self.segment = segment
         self.offset = offset
@@ -260,9 +258,7 @@ class ShmChannel(StreamChannel):
             return None
         if segment >= len(self._mapped) or offset + header.nbytes > self._mapped[segment].nbytes:
             raise ProtocolError(f"{self.peer} points outside of its memory")
-        return PeerBuffer(
-            self._mapped[segment][offset : offset + header.nbytes], self._give_back, segment, offset
-        )
+        return PeerBuffer(self._mapped[segment][offset : offset + header.nbytes], self._give_back, segment, offset)
 
     def _give_back(self, buffer: Buffer) -> None:
         assert isinstance(buffer, PeerBuffer)

@@ -111,10 +111,7 @@ class StreamChannel:
             return
         assert self._sock is not None
         try:
-            if buffer is None:
-                sent = self._sock.send(prefix)
-            else:
-                sent = self._sock.sendmsg((prefix, buffer.view))
+            sent = self._sock.send(prefix) if buffer is None else self._sock.sendmsg((prefix, buffer.view))
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -142,7 +139,7 @@ class StreamChannel:
         queue = self._queue
         assert self._sock is not None
         while queue:
-            views = []
+            views: list[memoryview] = []
             for segment in queue:
                 if (segment.fd >= 0 and views) or len(views) == _MAX_SEGMENTS:
                     break  # a descriptor goes with the first byte of its own message

@@ -32,7 +32,9 @@ _BYE: Final = Header(FIRST_PRIVATE_FRAME + 2).pack()
 _CONNECT_TIMEOUT_S: Final = 10.0
 _LINGER_MS: Final = 1000
 _FAIR_FRAMES: Final = 256
-_GONE: Final = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.CONNECT_RETRIED | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+_GONE: Final = (
+    zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.CONNECT_RETRIED | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+)
 
 
 class ZmqTransport:
@@ -85,14 +87,15 @@ class ZmqTransport:
 
 
 class _Pump:
-    """A zmq socket in the reactor: its descriptor only tells of edges, so it is drained after every wake-up and send."""
+    """A zmq socket in the reactor. Its descriptor only tells of edges: drained after every wake-up and send."""
 
     def __init__(self, reactor: Reactor, sock: zmq.Socket[Any]) -> None:
         self._reactor = reactor
         self._sock = sock
+        self._fd = int(sock.getsockopt(zmq.FD))
         self._looking = False
         self._closed = False
-        reactor.add(sock.getsockopt(zmq.FD), select.EPOLLIN, self._on_events)
+        reactor.add(self._fd, select.EPOLLIN, self._on_events)
 
     def _on_events(self, events: int) -> None:
         for _ in range(_FAIR_FRAMES):
@@ -122,7 +125,7 @@ class _Pump:
     def _stop(self) -> None:
         if not self._closed:
             self._closed = True
-            self._reactor.remove(self._sock.getsockopt(zmq.FD))
+            self._reactor.remove(self._fd)
             self._sock.close()
 
 
@@ -154,7 +157,7 @@ class _Dealer(_Pump):
         self.handler = handler
         self._is_open = False
         self._monitor = sock.get_monitor_socket(int(_GONE))
-        self._monitor_fd = self._monitor.getsockopt(zmq.FD)
+        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         reactor.add(self._monitor_fd, select.EPOLLIN, self._on_monitor)
         self._timer: Timer = reactor.call_later(_CONNECT_TIMEOUT_S, self._too_late)
         try:

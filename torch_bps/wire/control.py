@@ -23,7 +23,7 @@ from torch_bps.errors import ProtocolError
 from torch_bps.wire.header import CONTROL, WIRE_VERSION, Header
 
 
-class Message(msgspec.Struct, tag_field="type", frozen=True):
+class Message(msgspec.Struct, tag_field="type"):
     """Base of all control messages."""
 
 
@@ -134,20 +134,7 @@ class Bye(Message, tag="bye"):
 
 
 AnyMessage = (
-    Hello
-    | Welcome
-    | Refused
-    | Attach
-    | Join
-    | Joined
-    | Leave
-    | Cancel
-    | Failed
-    | Query
-    | Waiting
-    | Ping
-    | Pong
-    | Bye
+    Hello | Welcome | Refused | Attach | Join | Joined | Leave | Cancel | Failed | Query | Waiting | Ping | Pong | Bye
 )
 
 _encoder = msgspec.json.Encoder()

@@ -41,9 +41,7 @@ DTYPES: Final[tuple[DType, ...]] = tuple(
 )
 DTYPE_BY_NAME: Final[dict[str, DType]] = {dtype.name: dtype for dtype in DTYPES}
 RAW: Final[int] = DTYPE_BY_NAME["raw"].code
-HALF_CODES: Final[frozenset[int]] = frozenset(
-    (DTYPE_BY_NAME["float16"].code, DTYPE_BY_NAME["bfloat16"].code)
-)
+HALF_CODES: Final[frozenset[int]] = frozenset((DTYPE_BY_NAME["float16"].code, DTYPE_BY_NAME["bfloat16"].code))
 """Types that are accumulated in float32 and rounded once."""
 
 REDUCE_KINDS: Final[tuple[str, ...]] = (
