@@ -41,10 +41,9 @@ class Outcome:
 
 def rank_main(script: str, *args: str) -> None:
     """Run `script` as its own main program, with the log of torch_bps shown: all of rank 0's, others' traffic."""
-    rank = os.environ.get("RANK", "0")
+    first = os.environ.get("RANK") == "0"
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-    handler.addFilter(lambda record: rank == "0" or record.getMessage().startswith("traffic"))
+    handler.addFilter(lambda record: first or "traffic:" in record.getMessage())
     logger = logging.getLogger("torch_bps")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

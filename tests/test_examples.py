@@ -55,6 +55,7 @@ def test_digits_train_on_any_number_of_ranks(nproc: int, tmp_path: Path) -> None
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(120)  # three jobs, one after the other
 def test_digits_repeat_exactly_for_a_seed(tmp_path: Path) -> None:
     import torch
 
@@ -69,13 +70,13 @@ def test_digits_repeat_exactly_for_a_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.timeout(120)  # three jobs, one after the other
 def test_demo_compares_three_ways() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "demo.py")], capture_output=True, text=True, timeout=55, check=False
-    )
+    command = [sys.executable, str(EXAMPLES / "demo.py"), "--epochs=6"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     table = done.stdout.splitlines()[-3:]
     assert [line.split("  ")[0] for line in table] == ["shared memory", "summation server", "gloo"]
     assert all(line.endswith("identical") for line in table)
     assert all(float(re.search(r"(\S+)%", line).group(1)) >= 97.0 for line in table)
-    assert done.stdout.count("traffic: pushed") == 4
+    assert done.stdout.count("traffic:") == 4  # two ranks, two ways

@@ -252,6 +252,8 @@ def _checked(setting: dataclasses.Field[Any], value: Any, what: str) -> Any:
         value = float(value)
     elif isinstance(default, int) and not isinstance(default, bool) and isinstance(value, str):
         return _parsed(setting, setting.name, value)
+    elif isinstance(default, str) and isinstance(value, str):
+        value = setting.metadata["parse"](value)
     if type(value) is not type(default):
         raise ConfigError(
             f"{what} is a {type(value).__name__}, not a {type(default).__name__}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import struct
 from pathlib import Path
@@ -114,10 +115,10 @@ def split_address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    elif ":" in host:
+    elif ":" in host and "[" not in host:
         raise ValueError(f"{text!r}: an IPv6 address needs brackets, [{host}]:{port}")
-    if not colon or not host:
+    if not colon or not host or "[" in host:
         raise ValueError(f"{text!r} is no HOST:PORT")
-    if not port.isdigit() or not 0 <= int(port) < 65536:
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) >= 65536:
         raise ValueError(f"{text!r}: {port!r} is no port")
     return host, int(port)

@@ -38,6 +38,7 @@ class World:
     def stop(self) -> None:
         for group in self.groups:
             group.shutdown()
+        self.groups.clear()  # the gloo inside goes with them
         self.hub.stop()
 
 
@@ -82,6 +83,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     monkeypatch.setitem(sys.modules, "torch_bps.core.runtime", module)
     monkeypatch.setattr("torch_bps.core.runtime", module, raising=False)
     monkeypatch.delitem(sys.modules, "torch_bps.backend.create", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init_process_group wraps it, once more each time
     yield fake
     fake.stop()
 

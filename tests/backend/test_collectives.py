@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import (
     AllgatherOptions,
+    AllreduceCoalescedOptions,
     AllreduceOptions,
     BroadcastOptions,
     GatherOptions,
@@ -114,8 +115,13 @@ def cases(draw: st.DrawFn, worlds: dict[int, World], dtypes: tuple[torch.dtype, 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
-    exact = actual.contiguous().resolve_conj()
-    assert exact.flatten().view(torch.uint8).tolist() == expected.contiguous().flatten().view(torch.uint8).tolist()
+    assert bits(actual) == bits(expected)
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    plain = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    plain.copy_(tensor.detach().reshape(-1))
+    return plain.view(torch.uint8).tolist()
 
 
 def expected_sum(parts: list[torch.Tensor], op: object) -> torch.Tensor:
@@ -220,10 +226,10 @@ def test_reduce_scatter_single(worlds, data):
 def test_premul_sum_multiplies_each_input_once(worlds, size, factor):
     op = _make_nccl_premul_sum(factor)
     tensors = [torch.full((3,), float(rank + 1)) for rank in range(size)]
-    kept = torch.ones(4)
     worlds[size].run(lambda group, rank: group.allreduce([tensors[rank]], options(AllreduceOptions, reduceOp=op)))
     for tensor in tensors:
         same(tensor, torch.full((3,), float(factor) * size * (size + 1) / 2))
+    kept = torch.ones(4)
     inputs = [kept.repeat(size) for _ in range(size)]
     outputs = [torch.zeros(4) for _ in range(size)]
     opts = options(ReduceScatterOptions, reduceOp=op)
@@ -237,7 +243,7 @@ def test_coalesced(worlds):
     size = 3
     world = worlds[size]
     tensors = [[torch.full((k + 1,), rank + 1, dtype=dtype) for k, dtype in enumerate(INTS)] for rank in range(size)]
-    world.run(lambda group, rank: group.allreduce_coalesced(tensors[rank], options(AllreduceOptions)))
+    world.run(lambda group, rank: group.allreduce_coalesced(tensors[rank], options(AllreduceCoalescedOptions)))
     for rank in range(size):
         for k, dtype in enumerate(INTS):
             same(tensors[rank][k], torch.full((k + 1,), 6, dtype=dtype))

@@ -175,7 +175,7 @@ class ProcessGroupBytePS(_Base):  # type: ignore[misc]
         return self._start(work, call, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: object = None) -> WorkBytePS:
-        opts = options(c10d.AllreduceOptions, opts, (), (), {})
+        opts = options(c10d.AllreduceCoalescedOptions, opts, (), (), {})
         work, call = self._begin(opts.timeout, not opts.asyncOp)
         for tensor in tensors:
             collectives.all_reduce(call, tensor, opts.reduceOp)

@@ -41,8 +41,10 @@ class SparseReduce:
             )
         self._tensor = tensor
         self._tag = tag
-        mine = tensor.detach().coalesce()
-        self._indices, self._values = mine.indices().contiguous(), mine.values().contiguous()
+        mine = tensor.detach()
+        if tensor.dtype not in HALF_TYPES:  # those would be added, and rounded, here already
+            mine = mine.coalesce()
+        self._indices, self._values = mine._indices().contiguous(), mine._values().contiguous()
         if factor is not None:
             self._values = (self._values * factor).to(self._values.dtype)
         # each rank's number of values, and a checksum of what else must agree
@@ -100,12 +102,13 @@ class SparseReduce:
         if self._kind == dtypes.AVG:
             total = _divided(total, call.size)
         with torch.no_grad():
-            self._tensor.detach().copy_(total.to(dtype))
+            self._tensor.copy_(total.to(dtype))  # not detach(): that would get the new indices and values alone
 
 
 def _divided(total: torch.Tensor, size: int) -> torch.Tensor:
     if total.dtype.is_floating_point or total.dtype.is_complex:
         return total / size
+    values = torch.div(total.values(), size, rounding_mode="trunc")
     return torch.sparse_coo_tensor(
-        total.indices(), torch.div(total.values(), size, rounding_mode="trunc"), total.shape, is_coalesced=True
+        total.indices(), values, total.shape, is_coalesced=True, check_invariants=False
     )

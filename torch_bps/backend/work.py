@@ -98,7 +98,7 @@ class WorkBytePS(dist.Work):
                 if count == len(operations):
                     raise
                 for _ in range(count):  # the first ones are under way, in memory that must not be given up yet
-                    self.on_done(error)
+                    self.on_done(error.with_traceback(None))
                 return
             count -= 1
 

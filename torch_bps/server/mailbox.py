@@ -294,7 +294,9 @@ class Mailbox:
             old = line.early.get(number)
             if old is None:
                 line.void.add(number)
-            elif old.slot is not None:
+            elif old.slot is None:
+                return  # given up before
+            else:
                 out.append(Drop(old.slot))
             for message in line.put(number, given_up):
                 self._deliver(box, dst, message, out)

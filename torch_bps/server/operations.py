@@ -108,7 +108,7 @@ class Operations:
         for slot in record.slots:
             del self.slots[slot.key]
             slot.dead = True
-            if slot.ready:
+            if record.reduces and slot.ready:
                 out.append(Release(tuple(slot.ready.values())))
                 slot.ready.clear()
             if not slot.busy:

@@ -1,0 +1,85 @@
+"""How blocks are cut: every byte once, whole elements, all engines for small blocks, the setting for large ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_bps.core.partition import ALIGNMENT, MIN_NBYTES, cut, partition_nbytes
+from torch_bps.wire.dtypes import DTYPES
+
+PARTITION_NBYTES = 1 << 20
+
+
+def size_of(nbytes: int, num_engines: int = 1, itemsize: int = 1, partition_bytes: int = PARTITION_NBYTES) -> int:
+    return partition_nbytes(nbytes, partition_bytes=partition_bytes, num_engines=num_engines, itemsize=itemsize)
+
+
+@given(
+    numel=st.integers(0, 1 << 26) | st.integers(0, 1 << 12),
+    itemsize=st.sampled_from(sorted({dtype.itemsize for dtype in DTYPES})),
+    num_engines=st.integers(1, 600),
+    # what core.config lets through, beside a group that was given less
+    partition_bytes=st.integers(4096 // 64, 1 << 14).map(lambda lines: 64 * lines),
+)
+def test_partitions_cover_a_block_exactly(numel: int, itemsize: int, num_engines: int, partition_bytes: int) -> None:
+    nbytes = numel * itemsize
+    size = size_of(nbytes, num_engines, itemsize, partition_bytes)
+    parts = cut(nbytes, size)
+    position = 0
+    for offset, length in parts:
+        assert offset == position
+        assert offset % ALIGNMENT == 0
+        assert length % itemsize == 0
+        assert length <= size <= partition_bytes
+        position += length
+    assert position == nbytes
+    assert all(length == size for _, length in parts[:-1])
+    assert parts[-1][1] or not nbytes
+    if num_engines * MIN_NBYTES <= nbytes and partition_bytes >= MIN_NBYTES:
+        assert len(parts) >= num_engines or size == partition_bytes or nbytes < size * num_engines
+
+
+@given(
+    nbytes=st.integers(0, 1 << 26),
+    size=st.integers(1, 1 << 12).map(lambda lines: 64 * lines),
+)
+def test_cut_takes_any_size(nbytes: int, size: int) -> None:
+    parts = cut(nbytes, size)
+    assert sum(length for _, length in parts) == nbytes
+    assert [offset for offset, _ in parts] == list(range(0, max(nbytes, 1), size))
+
+
+def test_no_bytes_are_one_empty_partition() -> None:
+    assert cut(0, size_of(0)) == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "num_engines", "lengths"),
+    [
+        (1, 16, [1]),
+        (MIN_NBYTES, 16, [MIN_NBYTES]),
+        (MIN_NBYTES + 1, 16, [MIN_NBYTES, 1]),
+        (4 << 20, 16, [256 << 10] * 16),
+        (4 << 20, 4, [1 << 20] * 4),
+        (4 << 20, 1, [1 << 20] * 4),
+        (3_000_000, 3, [1_000_000] * 3),  # a multiple of 64
+        (3_000_003, 3, [1_000_064, 1_000_064, 999_875]),
+        (100 << 20, 16, [1 << 20] * 100),
+    ],
+)
+def test_small_blocks_are_spread_and_large_ones_cut_by_the_setting(
+    nbytes: int, num_engines: int, lengths: list[int]
+) -> None:
+    assert [length for _, length in cut(nbytes, size_of(nbytes, num_engines))] == lengths
+
+
+@pytest.mark.parametrize("itemsize", [3, 5, 128])
+def test_an_itemsize_that_partitions_would_tear_is_refused(itemsize: int) -> None:
+    with pytest.raises(ValueError, match="does not divide"):
+        size_of(1000, itemsize=itemsize)
+
+
+def test_every_dtype_can_be_cut() -> None:
+    assert all(size_of(1 << 22, itemsize=dtype.itemsize) % dtype.itemsize == 0 for dtype in DTYPES)
