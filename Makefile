@@ -37,7 +37,8 @@ bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
 
 docs: setup
-	$(BIN)/python -m docs.generate $(ARGS)
+	$(BIN)/python -m torch_bps.config > $(VENV)/settings.md
+	mv $(VENV)/settings.md docs/settings.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -265,7 +265,7 @@ class FakeGroup:
             if self.closed is not None:
                 raise ClosedError("the group was closed")
             if self.broken is not None:
-                raise self.broken
+                raise self.broken.with_facts()
             if operation.op != ops.SEND:
                 self.last_sequence += 1
                 operation.sequence = self.last_sequence

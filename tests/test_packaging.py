@@ -93,9 +93,9 @@ from importlib.metadata import entry_points
 
 (entry_point,) = entry_points(group="torch.backends", name="byteps")
 known = set(sys.modules)
-started = time.perf_counter()
+started = time.thread_time()
 entry_point.load()()
-cost_s = time.perf_counter() - started
+cost_s = time.thread_time() - started
 assert "byteps" in dist.Backend.backend_list
 new = sorted(set(sys.modules) - known)
 print(json.dumps({"cost_s": cost_s, "new": new, "from": sys.modules["torch_bps"].__file__}))
@@ -104,7 +104,8 @@ print(json.dumps({"cost_s": cost_s, "new": new, "from": sys.modules["torch_bps"]
 
 def test_autoload_costs_under_a_millisecond_and_imports_nothing_heavy(site: Path) -> None:
     # Only the first load of an interpreter counts: later ones find everything cached. -S: no .pth file of an editable
-    # installation is obeyed, so that it is the wheel that is measured.
+    # installation is obeyed, so that it is the wheel that is measured. CPU time: on a busy machine wall time is that of
+    # other processes (0.4 ms in a quiet one, up to 30 ms beside four busy loops; CPU time 0.4 and 0.9 ms).
     rounds = []
     for _ in range(5):
         done = run(FIRST_LOAD, options=["-S"], args=[str(site), *OTHERS], TORCH_DEVICE_BACKEND_AUTOLOAD="0")

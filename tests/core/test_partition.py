@@ -1,4 +1,4 @@
-"""How blocks are cut: every byte once, whole elements, all engines for small blocks, the setting for large ones."""
+"""How blocks are cut: every byte once, whole elements, whole rounds of partitions that are alike."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch_bps.wire.dtypes import DTYPES
 PARTITION_NBYTES = 1 << 20
 
 
-def size_of(nbytes: int, num_engines: int = 1, itemsize: int = 1, partition_bytes: int = PARTITION_NBYTES) -> int:
-    return partition_nbytes(nbytes, partition_bytes=partition_bytes, num_engines=num_engines, itemsize=itemsize)
+def size_of(nbytes: int, round_length: int = 1, itemsize: int = 1, partition_bytes: int = PARTITION_NBYTES) -> int:
+    return partition_nbytes(nbytes, partition_bytes=partition_bytes, round_length=round_length, itemsize=itemsize)
 
 
 @given(
     numel=st.integers(0, 1 << 26) | st.integers(0, 1 << 12),
     itemsize=st.sampled_from(sorted({dtype.itemsize for dtype in DTYPES})),
-    num_engines=st.integers(1, 600),
+    round_length=st.integers(1, 600),
     # what core.config lets through, beside a group that was given less
     partition_bytes=st.integers(4096 // 64, 1 << 14).map(lambda lines: 64 * lines),
 )
-def test_partitions_cover_a_block_exactly(numel: int, itemsize: int, num_engines: int, partition_bytes: int) -> None:
+def test_partitions_cover_a_block_exactly(numel: int, itemsize: int, round_length: int, partition_bytes: int) -> None:
     nbytes = numel * itemsize
-    size = size_of(nbytes, num_engines, itemsize, partition_bytes)
+    size = size_of(nbytes, round_length, itemsize, partition_bytes)
     parts = cut(nbytes, size)
     position = 0
     for offset, length in parts:
@@ -37,8 +37,12 @@ def test_partitions_cover_a_block_exactly(numel: int, itemsize: int, num_engines
     assert position == nbytes
     assert all(length == size for _, length in parts[:-1])
     assert parts[-1][1] or not nbytes
-    if num_engines * MIN_NBYTES <= nbytes and partition_bytes >= MIN_NBYTES:
-        assert len(parts) >= num_engines or size == partition_bytes or nbytes < size * num_engines
+    if MIN_NBYTES < size < partition_bytes:
+        rounds = -(-len(parts) // round_length)
+        # whole rounds, but for what rounding up to cache lines takes off the end
+        assert nbytes > (rounds * round_length - 1) * (size - ALIGNMENT)
+    if size > MIN_NBYTES:
+        assert 2 * size + 2 * ALIGNMENT > min(partition_bytes, nbytes // round_length)
 
 
 @given(
@@ -56,23 +60,23 @@ def test_no_bytes_are_one_empty_partition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "num_engines", "lengths"),
+    ("nbytes", "round_length", "lengths"),
     [
         (1, 16, [1]),
         (MIN_NBYTES, 16, [MIN_NBYTES]),
         (MIN_NBYTES + 1, 16, [MIN_NBYTES, 1]),
+        (5 * MIN_NBYTES, 16, [MIN_NBYTES] * 5),
         (4 << 20, 16, [256 << 10] * 16),
         (4 << 20, 4, [1 << 20] * 4),
+        (5 << 20, 4, [640 << 10] * 8),  # two rounds rather than one and a quarter
         (4 << 20, 1, [1 << 20] * 4),
         (3_000_000, 3, [1_000_000] * 3),  # a multiple of 64
         (3_000_003, 3, [1_000_064, 1_000_064, 999_875]),
-        (100 << 20, 16, [1 << 20] * 100),
+        (128 << 20, 16, [1 << 20] * 128),
     ],
 )
-def test_small_blocks_are_spread_and_large_ones_cut_by_the_setting(
-    nbytes: int, num_engines: int, lengths: list[int]
-) -> None:
-    assert [length for _, length in cut(nbytes, size_of(nbytes, num_engines))] == lengths
+def test_blocks_are_cut_into_whole_rounds(nbytes: int, round_length: int, lengths: list[int]) -> None:
+    assert [length for _, length in cut(nbytes, size_of(nbytes, round_length))] == lengths
 
 
 @pytest.mark.parametrize("itemsize", [3, 5, 128])

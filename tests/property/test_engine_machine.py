@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.server.ledger import Frame, Ledger, Script, by_nodes, head
 from torch_bps.errors import ProtocolError
@@ -49,7 +49,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     # ---- what the ranks do
 
-    @precondition(lambda self: self.groups < 4)
+    @initialize(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=2))
+    def begin(self, sizes: list[int]) -> None:
+        for size in sizes:
+            self.make_group(size, "flat")
+
+    @precondition(lambda self: len(self.living()) < 3)
     @rule(size=st.integers(1, 4), kind=st.sampled_from(["flat", "nodes", "uplink"]))
     def make_group(self, size: int, kind: str) -> None:
         self.groups += 1
@@ -88,15 +93,17 @@ class EngineMachine(RuleBasedStateMachine):
         if missing:
             operation.todo = [pair for pair in frames if pair[0] not in missing]
             operation.disturbed = True
-        if err and frames and data.draw(st.booleans()):
+        if err and frames and script.op != ops.BARRIER:
             wrong = data.draw(st.integers(0, size - 1))
             mine = [position for position, pair in enumerate(operation.todo) if pair[0] == wrong]
-            change = data.draw(st.sampled_from([{"dtype": 5}, {"total": 4000}, {"op": ops.BARRIER}]))
+            change = data.draw(st.sampled_from(["dtype", "total", "op"] if home else ["dtype", "total"]))
             for position in mine:
                 header = operation.todo[position][1]
-                if change.get("op") == ops.BARRIER:
+                if change == "op":  # noticed at the home only
                     header = head(DECLARE, ops.BARRIER, sequence, group=group, flags=header.flags)
-                operation.todo[position] = (wrong, header._replace(**{k: v for k, v in change.items() if k != "op"}))
+                else:
+                    header = header._replace(**{change: 5 if change == "dtype" else 4000})
+                operation.todo[position] = (wrong, header)
                 operation.disturbed = True
         self.operations.append(operation)
 
@@ -132,13 +139,14 @@ class EngineMachine(RuleBasedStateMachine):
             operation.sent.append(frame)
 
     @precondition(lambda self: self.undelivered())
-    @rule(data=st.data(), count=st.integers(1, 6))
+    @rule(data=st.data(), count=st.integers(1, 25))
     def deliver(self, data: st.DataObject, count: int) -> None:
         for _ in range(count):
             if undelivered := self.undelivered():
                 operation = data.draw(st.sampled_from(undelivered))
                 self.deliver_one(operation, data.draw(st.integers(0, len(operation.todo) - 1)))
 
+    @precondition(lambda self: any(frame.header.op == ops.SEND and frame.answer for frame in self.ledger.frames))
     @rule()
     def send_further_parts(self) -> None:
         for frame in list(self.ledger.frames):
@@ -171,7 +179,14 @@ class EngineMachine(RuleBasedStateMachine):
             if operation.group == group and sequence in (-1, operation.sequence):
                 operation.disturbed = True
 
-    @precondition(lambda self: self.operations)
+    @precondition(lambda self: self.undelivered())
+    @rule()
+    def deliver_all_of_the_oldest(self) -> None:
+        operation = self.undelivered()[0]
+        while operation.todo:
+            self.deliver_one(operation, 0)
+
+    @precondition(lambda self: len(self.operations) > 2)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
         operation = data.draw(st.sampled_from(self.operations))
@@ -185,7 +200,7 @@ class EngineMachine(RuleBasedStateMachine):
             operation.todo = [pair for pair in operation.todo if pair[0] != index or data.draw(st.booleans())]
             self.ledger.cancel(index, operation.group, operation.sequence, stream=operation.stream)
 
-    @precondition(lambda self: self.living())
+    @precondition(lambda self: self.living() and len(self.operations) > 3)
     @rule(data=st.data(), error=st.sampled_from([None, None, "PeerLostError"]))
     def leave(self, data: st.DataObject, error: str | None) -> None:
         group = data.draw(st.sampled_from(self.living()))
@@ -215,8 +230,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert all(frame.answer or frame.header.frame == DECLARE for frame in operation.sent)
         for group, members in self.ledger.present.items():
             if self.nobody_is_missing(group):
-                collectives = [frame for frame in self.ledger.open_frames() if frame.header.group == group]
-                assert all(frame.header.op == ops.SEND for frame in collectives)
+                waiting = [frame for frame in self.ledger.open_frames() if frame.header.group == group]
+                assert [frame for frame in waiting if frame.header.op != ops.SEND] == []
             for index in sorted(members):
                 self.leave_one(group, index, None)
         self.settle()

@@ -70,6 +70,8 @@ class Ledger:
         """group -> index -> node"""
         self.over: set[tuple[int, int, int]] = set()
         """(group, stream, sequence) of failed operations: no more answers"""
+        self.given_up: set[tuple[int, int, int, int]] = set()
+        """(member, group, stream, sequence): no answers to this member"""
 
     # ---- events
 
@@ -89,6 +91,7 @@ class Ledger:
         """Deliver a frame; its payload, if any, is made here."""
         contributor = self.present[header.group][index] if header.flags & BY_NODE else index
         frame = Frame(index, header, contributor)
+        frame.failed = self._is_given_up(frame)
         self.frames.append(frame)
         try:
             if header.frame == PUSH:
@@ -113,9 +116,9 @@ class Ledger:
         self.run(instructions)
 
     def cancel(self, index: int, group: int, sequence: int, *, stream: int = 0, text: str = "timeout") -> None:
+        self.given_up.add((index, group, stream, sequence))
         for frame in self.frames:
-            if frame.index == index and frame.header[5:8] == (group, stream, sequence):
-                frame.failed = True
+            frame.failed = frame.failed or (frame.answer is None and self._is_given_up(frame))
         self.run(self.engine.cancel(index, group, stream, sequence, "OperationTimeout", text))
 
     # ---- the service's work
@@ -176,6 +179,12 @@ class Ledger:
         books = self.books.setdefault(slot, Books())
         assert not books.dropped, f"an instruction for {slot} after its Drop"
         return books
+
+    def _is_given_up(self, frame: Frame) -> bool:
+        header = frame.header
+        if header.op == ops.SEND and header.frame == PULL and header.part:
+            return False  # it has the number of the message, not that of the receive
+        return (frame.index, *header[5:8]) in self.given_up
 
     def _fold(self, slot: Slot, buffers: tuple[Payload, ...], last: bool) -> None:
         books = self._live(slot)

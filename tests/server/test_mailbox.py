@@ -176,7 +176,7 @@ def test_the_receiver_gives_up(ledger: Ledger) -> None:
     ledger.cancel(1, 1, 2, stream=stream)  # early
     ledger.cancel(1, 1, 1, stream=stream)  # before it comes
     ledger.cancel(1, 1, 1, stream=stream)
-    ledger.send(1, receive(0, 1, 1)).failed = True
+    ledger.send(1, receive(0, 1, 1))
     ledger.check_empty()
     pull = ledger.send(1, receive(0, 1, 3))
     ledger.send(0, message(0, 1, 0))
@@ -204,7 +204,7 @@ def test_the_sender_gives_up(ledger: Ledger, when: str) -> None:
     ledger.cancel(0, 1, number, stream=stream, text="timeout")
     ledger.cancel(0, 1, number, stream=stream, text="again")
     if when == "before":
-        ledger.send(0, message(0, 1, number)).failed = True
+        ledger.send(0, message(0, 1, number))
     if when == "early":
         ledger.send(0, message(0, 1, 0))
         assert ledger.send(1, receive(0, 1, 0)).answer

@@ -32,7 +32,8 @@ Value = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 _PENDING, _FINISHING, _DONE = range(3)
 _NO_TIMEOUT: Final = timedelta(0)  # what C++ passes when the caller gave none
-_SLICE_S: Final = 1.0
+_SLICE_S: Final = 0.25
+"""how long Ctrl-C may go unnoticed if it comes just before the latch is waited for"""
 _GRACE_S: Final = 30.0
 """core enforces the deadlines of its operations; only if it does not, `wait` gives up by itself after this long"""
 

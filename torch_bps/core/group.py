@@ -30,7 +30,7 @@ class Group:
         uplink_plane: the servers, where reduce_plane is the node's own (hierarchical).
         is_local: all ranks on one host, no servers.
         by_node: contributors at the servers are nodes.
-        num_engines: what small tensors are cut over; the same on every rank.
+        round_length: blocks are cut into multiples of it (core.placement); the same on every rank.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Group:
         relay_plane: Plane,
         uplink_plane: Plane | None,
         is_local: bool,
-        num_engines: int,
+        round_length: int,
         partition_bytes: int,
         description: str,
     ) -> None:
@@ -59,7 +59,7 @@ class Group:
         self.uplink_plane = uplink_plane
         self.is_local = is_local
         self.by_node = reduce_plane.by_node
-        self.num_engines = num_engines
+        self.round_length = round_length
         self.partition_bytes = partition_bytes
         self.broken: BytePSError | None = None
         self.closed: BytePSError | None = None

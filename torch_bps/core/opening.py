@@ -189,7 +189,7 @@ class Opening:
             relay_plane=local_plane if plan.mode == "local" else server_plane,
             uplink_plane=node_plane if plan.mode == "hierarchical" and local_links else None,
             is_local=plan.mode == "local",
-            num_engines=len(plan.weights) if plan.weights else size,
+            round_length=server_plane.placement.round_length or size,
             partition_bytes=plan.partition_bytes,
             description=_describe(plan, server_links),
         )

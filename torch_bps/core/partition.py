@@ -9,17 +9,18 @@ MIN_NBYTES: Final = 64 << 10
 """below this a partition costs more in messages than it gains in parallelism"""
 
 
-def partition_nbytes(nbytes: int, *, partition_bytes: int, num_engines: int, itemsize: int) -> int:
-    """Return the size to cut a block of `nbytes` with: small blocks are cut over all engines, large ones by setting.
+def partition_nbytes(nbytes: int, *, partition_bytes: int, round_length: int, itemsize: int) -> int:
+    """Return the size to cut a block of `nbytes` with, so that the partitions fill whole rounds of the engines' turns.
 
     Args:
         partition_bytes: BYTEPS_PARTITION_BYTES, the largest partition.
-        num_engines: what a small block is spread over.
+        round_length: partitions in a round (core.placement).
         itemsize: of the dtype; partitions hold whole elements (every itemsize divides the alignment).
     """
     if ALIGNMENT % itemsize:
         raise ValueError(f"itemsize {itemsize} does not divide {ALIGNMENT}")
-    size = max(-(-nbytes // num_engines), MIN_NBYTES)
+    num_rounds = max(1, -(-nbytes // (round_length * partition_bytes)))
+    size = max(-(-nbytes // (num_rounds * round_length)), MIN_NBYTES)
     return _round_up(min(size, max(partition_bytes, ALIGNMENT)))
 
 

@@ -68,23 +68,17 @@ def _plan_reduce(group: Group, flight: Flight, operation: Operation, plane: Plan
         parts = cut(
             total,
             partition_nbytes(
-                total, partition_bytes=group.partition_bytes, num_engines=group.num_engines, itemsize=itemsize
+                total, partition_bytes=group.partition_bytes, round_length=group.round_length, itemsize=itemsize
             ),
         )
-        sizes = [nbytes for _, nbytes in parts]
         into = wanted.get(block)
         if operation.op == ops.REDUCE_SCATTER and group.is_local:
             engines = [block] * len(parts)  # who wants the block adds it: its result need not travel
-        elif block == 0:
-            engines = plane.placement.assign(sequence, sizes)
         else:
             engines = plane.placement.spread(sequence, block, len(parts))
         servers: list[int] = []
         if uplink is not None:
-            if block == 0:
-                servers = uplink.placement.assign(sequence, sizes)
-            else:
-                servers = uplink.placement.spread(sequence, block, len(parts))
+            servers = uplink.placement.spread(sequence, block, len(parts))
         for part, (offset, nbytes) in enumerate(parts):
             engine = engines[part]
             flags = by_node | (HOME if engine == home else 0) | (WANT if into is not None else 0)
@@ -133,7 +127,10 @@ def _plan_relay(group: Group, flight: Flight, operation: Operation, plane: Plane
 
 def _relay_partition(group: Group, total: int) -> int:
     return partition_nbytes(
-        total, partition_bytes=group.partition_bytes, num_engines=1 if group.is_local else group.num_engines, itemsize=1
+        total,
+        partition_bytes=group.partition_bytes,
+        round_length=1 if group.is_local else group.round_length,
+        itemsize=1,
     )
 
 

@@ -1,4 +1,4 @@
-"""Seeded trouble for the in-process transport: delays, and connections that are cut. For tests."""
+"""Seeded trouble for the in-process transport: delays, frames held back, connections that are cut. For tests."""
 
 from __future__ import annotations
 
@@ -28,6 +28,23 @@ class FaultPlan:
         self.max_delay = max_delay
         self.cut_after = cut_after
         self.num_delayed = 0
+        self.held = False
+        self._held_back: list[tuple[ChannelFaults, InprocChannel]] = []
+
+    def hold(self) -> None:
+        """Deliver nothing, on any channel, until `let_go`."""
+        self.held = True
+
+    def let_go(self) -> None:
+        """Deliver what was held back, and what comes."""
+        self.held = False
+        held_back, self._held_back = self._held_back, []
+        for faults, channel in held_back:
+            channel.reactor.call(faults.move, channel)
+
+    def hold_back(self, faults: ChannelFaults, channel: InprocChannel) -> None:
+        """Remember a channel that has something to deliver."""
+        self._held_back.append((faults, channel))
 
     def of(self, channel: InprocChannel) -> ChannelFaults:
         """Return the faults of one channel."""
@@ -60,7 +77,7 @@ class ChannelFaults:
         self._line.append((header, buffer, self._plan.delay()))
         if not self._moving:
             self._moving = True
-            channel.reactor.call(self._move, channel)
+            channel.reactor.call(self.move, channel)
 
     def drop(self) -> None:
         """The channel is closed: what waits is lost."""
@@ -69,9 +86,13 @@ class ChannelFaults:
                 buffer.release()
         self._line.clear()
 
-    def _move(self, channel: InprocChannel) -> None:
+    def move(self, channel: InprocChannel) -> None:
+        """Take a round off the first frame's delay, or deliver it."""
         if not self._line:
             self._moving = False
+            return
+        if self._plan.held:
+            self._plan.hold_back(self, channel)
             return
         header, buffer, rounds = self._line.popleft()
         if rounds and not channel.closed:
@@ -80,4 +101,4 @@ class ChannelFaults:
             channel.deliver(header, buffer)
         self._moving = bool(self._line)
         if self._moving:
-            channel.reactor.call(self._move, channel)
+            channel.reactor.call(self.move, channel)

@@ -164,7 +164,7 @@ class InprocChannel:
                 self.close(None)
 
     def close(self, error: Exception | None = None) -> None:
-        """Close both ends; the other one is told of an orderly end."""
+        """Close both ends; the other one is told of an orderly end, or that it was cut off."""
         if self.closed:
             return
         self.closed = True
@@ -177,4 +177,9 @@ class InprocChannel:
             self._faults.drop()
         self._reactor.call(self.handler.on_close, self, error)
         if self.other is not None:
-            self._reactor.call(self.other.close, None)
+            self._reactor.call(self.other.close, None if error is None else _cut_off(self.other, error))
+
+
+def _cut_off(channel: InprocChannel, error: Exception) -> PeerLostError:
+    why = str(error).partition("\n")[0]
+    return PeerLostError(f"the connection to {channel.peer} was cut by the other side: {why}")

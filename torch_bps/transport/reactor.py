@@ -56,6 +56,7 @@ class EpollReactor:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wakeup, select.EPOLLIN)
         self._callbacks: dict[int, Callable[[int], None]] = {self._wakeup: self._on_wakeup}
+        self._fresh: set[int] = set()  # added in this round: what epoll said before is about another descriptor
         self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._timers: list[ReactorTimer] = []
         self._awake = False  # a wake-up is already under way
@@ -113,6 +114,7 @@ class EpollReactor:
         """Watch `fd`, level-triggered; `callback(events)`."""
         self._epoll.register(fd, events)
         self._callbacks[fd] = callback
+        self._fresh.add(fd)
 
     def modify(self, fd: int, events: int) -> None:
         """Change what `fd` is watched for."""
@@ -127,11 +129,14 @@ class EpollReactor:
         """Do what is due: wait for descriptors up to `max_wait_s`, then run callbacks, calls and timers."""
         self._ident = threading.get_ident()
         wait_s = 0.0 if self._calls else min(max_wait_s, self._next_timer_s())
+        self._fresh.clear()
         for fd, events in self._epoll.poll(max(wait_s, 0.0)):
             callback = self._callbacks.get(fd)  # an earlier callback of this round may have removed it
-            if callback is not None:
+            if callback is not None and fd not in self._fresh:
                 self._guard(callback, events)
         for _ in range(len(self._calls)):  # calls made meanwhile wait for the next round: descriptors get their turn
+            if not self._calls:
+                break  # one of them stopped the reactor
             function, arguments = self._calls.popleft()
             self._guard(function, *arguments)
         now = time.monotonic()

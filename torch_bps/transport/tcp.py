@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -61,13 +62,15 @@ class TcpTransport:
         """Start to connect to "tcp://host:port"."""
         channel = _TcpChannel(reactor, None, address, self._pool)
         channel.handler = handler
-        host, port = _split(address.removeprefix("tcp://"))
         try:
-            candidates = _resolve(host, port, 0)
+            candidates = _resolve(*_split(address.removeprefix("tcp://")), 0)
+        except ConfigError as error:
+            channel.close(error)
         except OSError as error:
-            channel.close(PeerLostError(f"cannot connect to {address}: {error}", hint="check the host name"))
-            return channel
-        channel.connect(candidates, self._prepare)
+            why = error.strerror or error
+            channel.close(PeerLostError(f"cannot connect to {address}: {why}", hint="check the host name"))
+        else:
+            channel.connect(candidates, self._prepare)
         return channel
 
     def _prepare(self, sock: socket.socket) -> None:
@@ -107,13 +110,12 @@ class _TcpChannel(StreamChannel):
     transport = "tcp"
     _candidates: list[_AddressInfo]
     _prepare: Callable[[socket.socket], None]
-    _connect_timer: Timer
+    _connect_timer: Timer | None = None
 
     def connect(self, candidates: list[_AddressInfo], prepare: Callable[[socket.socket], None]) -> None:
         """Try each address in turn."""
         self._candidates = candidates
         self._prepare = prepare
-        self._connect_timer = self._reactor.call_later(_CONNECT_TIMEOUT_S, self._too_late)
         self._try_next(OSError("no address"))
 
     def _try_next(self, last: OSError) -> None:
@@ -127,16 +129,14 @@ class _TcpChannel(StreamChannel):
             except BlockingIOError:
                 assert self._sock is not None
                 self._reactor.add(self._sock.fileno(), select.EPOLLOUT, self._connected)
+                self._connect_timer = self._reactor.call_later(_CONNECT_TIMEOUT_S, self._too_late)
                 return
             except OSError as error:
                 last = error
-                if self._sock is not None:
-                    self._sock.close()
-                    self._sock = None
+                self._give_up_socket()
                 continue
-            self._reactor.call(self._finish)
+            self._reactor.call(self.opened)
             return
-        self._connect_timer.cancel()
         self.close(
             PeerLostError(
                 f"cannot connect to {self.peer}: {last.strerror or last}",
@@ -146,25 +146,44 @@ class _TcpChannel(StreamChannel):
 
     def _connected(self, events: int) -> None:
         assert self._sock is not None
+        self._forget()
         self._reactor.remove(self._sock.fileno())
-        code = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        code = _connect_error(self._sock)
         if code:
-            self._sock.close()
-            self._sock = None
+            self._give_up_socket()
             self._try_next(OSError(code, os.strerror(code)))
         else:
-            self._finish()
+            self.opened()
 
-    def _finish(self) -> None:
-        self._connect_timer.cancel()
-        self.opened()
+    def _too_late(self) -> None:
+        assert self._sock is not None
+        self._reactor.remove(self._sock.fileno())
+        self._give_up_socket()
+        self._try_next(OSError(f"no answer within {_CONNECT_TIMEOUT_S:g} s"))
+
+    def _give_up_socket(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
 
     def _cut(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
 
-    def _too_late(self) -> None:
-        if not self._is_open and not self._closed:
-            self.close(PeerLostError(f"cannot connect to {self.peer}: no answer within {_CONNECT_TIMEOUT_S:g} s"))
+    def _forget(self) -> None:
+        if self._connect_timer is not None:
+            self._connect_timer.cancel()
+
+
+def _connect_error(sock: socket.socket) -> int:
+    code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code:
+        return code
+    try:
+        to_itself = sock.getsockname() == sock.getpeername()
+    except OSError as error:  # connected, and reset since
+        return error.errno or errno.ECONNRESET
+    # Nobody listens, and the kernel chose the port we are asking for as our own: TCP then joins a socket to itself.
+    return errno.ECONNREFUSED if to_itself else 0
 
 
 def _split(where: str) -> tuple[str, int]:
@@ -175,4 +194,7 @@ def _split(where: str) -> tuple[str, int]:
 
 
 def _resolve(host: str, port: int, flags: int) -> list[_AddressInfo]:
-    return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+    try:
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+    except ValueError:  # a label over 63 characters, a NUL
+        raise OSError(f"{host[:80]!r} is no host name") from None

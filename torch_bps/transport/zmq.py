@@ -3,38 +3,37 @@
     connecting end: DEALER ──OPEN──> ROUTER (one a listener, a channel for each identity) ──OPENED──> DEALER
     either end ──BYE──> the other
 
-Each message is [header, payload]. ZeroMQ does not tell a ROUTER that a peer has died: the layer above has heartbeats;
-the connecting end watches its socket's monitor. The only module that imports zmq.
+Each message is [header, payload]. ZeroMQ tells nobody that a peer has died. The connecting end learns it from its
+socket's monitor; so does the listening end, which then says NOP to every peer to see who it was. What a peer had sent
+before is delivered first. Only this module and zmq_pump import zmq.
 """
 
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import uuid
 from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from torch_bps.errors import ConfigError, PeerLostError, ProtocolError
 from torch_bps.topology import join_address, split_address
 from torch_bps.transport.base import Buffer, Channel, Handler, Reactor, Timer
-from torch_bps.wire.header import FIRST_PRIVATE_FRAME, HEADER_NBYTES, Header, unpack
+from torch_bps.transport.zmq_pump import GONE, Pump
+from torch_bps.wire.header import FIRST_PRIVATE_FRAME, HEADER_NBYTES, MAX_PAYLOAD_NBYTES, Header, unpack
 
 log = logging.getLogger("torch_bps.transport")
 
 _OPEN: Final = Header(FIRST_PRIVATE_FRAME).pack()
 _OPENED: Final = Header(FIRST_PRIVATE_FRAME + 1).pack()
 _BYE: Final = Header(FIRST_PRIVATE_FRAME + 2).pack()
+_NOP: Final = Header(FIRST_PRIVATE_FRAME + 3).pack()
 _CONNECT_TIMEOUT_S: Final = 10.0
 _LINGER_MS: Final = 1000
-_FAIR_FRAMES: Final = 256
-_GONE: Final = (
-    zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.CONNECT_RETRIED | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-)
+_PROBES_S: Final = (0.05, 1.0)
+"""when to look who has gone after a connection ended: the news may be ahead of the fact"""
 
 
 class ZmqTransport:
@@ -51,7 +50,7 @@ class ZmqTransport:
         sock = self._socket(zmq.ROUTER)
         sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            sock.bind("tcp://" + join_address(_numeric(host), port))
+            sock.bind("tcp://" + join_address(_resolve(host, port)[0], port))
         except (zmq.ZMQError, OSError) as error:
             sock.close(0)
             raise ConfigError(
@@ -64,15 +63,18 @@ class ZmqTransport:
 
     def connect(self, reactor: Reactor, address: str, handler: Handler) -> Channel:
         """Start to connect to "zmq://host:port"."""
-        sock = self._socket(zmq.DEALER)
-        sock.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-        return _Dealer(reactor, sock, address, handler)
+        return _Dealer(reactor, self._dealer, address, handler)
 
     def close(self) -> None:
         """End the context; waits up to a second for what lingers."""
         context, self._context = self._context, None
         if context is not None:
             context.destroy(_LINGER_MS)
+
+    def _dealer(self) -> zmq.Socket[Any]:
+        sock = self._socket(zmq.DEALER)
+        sock.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        return sock
 
     def _socket(self, kind: int) -> zmq.Socket[Any]:
         """Return a new socket with the options that all have (the place for CURVE)."""
@@ -81,63 +83,23 @@ class ZmqTransport:
         sock = self._context.socket(kind)
         sock.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops silently at its mark: the layer above bounds what is in flight
         sock.setsockopt(zmq.RCVHWM, 0)
+        sock.setsockopt(zmq.MAXMSGSIZE, MAX_PAYLOAD_NBYTES)
         sock.setsockopt(zmq.LINGER, _LINGER_MS)
         sock.setsockopt(zmq.IPV6, 1)
         return sock
 
 
-class _Pump:
-    """A zmq socket in the reactor. Its descriptor only tells of edges: drained after every wake-up and send."""
-
-    def __init__(self, reactor: Reactor, sock: zmq.Socket[Any]) -> None:
-        self._reactor = reactor
-        self._sock = sock
-        self._fd = int(sock.getsockopt(zmq.FD))
-        self._looking = False
-        self._closed = False
-        reactor.add(self._fd, select.EPOLLIN, self._on_events)
-
-    def _on_events(self, events: int) -> None:
-        for _ in range(_FAIR_FRAMES):
-            if self._closed:
-                return
-            try:
-                parts = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._message(parts)
-        self.look()
-
-    def look(self) -> None:
-        """Look for messages once more, soon: sending may have eaten the edge."""
-        if not self._looking and not self._closed:
-            self._looking = True
-            self._reactor.call(self._look)
-
-    def _look(self) -> None:
-        self._looking = False
-        if not self._closed:
-            self._on_events(select.EPOLLIN)
-
-    def _message(self, parts: list[zmq.Frame]) -> None:
-        raise NotImplementedError
-
-    def _stop(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._reactor.remove(self._fd)
-            self._sock.close()
-
-
 def _dispatch(channel: Channel, handler: Handler, parts: list[zmq.Frame]) -> bool:
     """Give one message to the handler; returns False for a goodbye. Raises for what is malformed."""
     if len(parts) != 2 or len(parts[0].buffer) != HEADER_NBYTES:
-        raise ProtocolError(f"{channel.peer} sent {len(parts)} parts, the first of {len(parts[0].buffer)} bytes")
+        raise ProtocolError(
+            f"{channel.peer} sent a message of parts of {[len(part.buffer) for part in parts[:8]]} bytes"
+        )
     header = unpack(parts[0].buffer)
     if header.frame >= FIRST_PRIVATE_FRAME:
-        if parts[0].bytes == _BYE:
-            return False
-        raise ProtocolError(f"unexpected frame {header.frame}")
+        if parts[0].bytes not in (_BYE, _NOP):
+            raise ProtocolError(f"{channel.peer} sent an unexpected frame {header.frame}")
+        return parts[0].bytes == _NOP
     payload = parts[1].buffer
     if payload.nbytes != header.nbytes:
         raise ProtocolError(f"{channel.peer} sent {payload.nbytes} bytes and said {header.nbytes}")
@@ -145,70 +107,98 @@ def _dispatch(channel: Channel, handler: Handler, parts: list[zmq.Frame]) -> boo
     return True
 
 
-class _Dealer(_Pump):
-    """The connecting end: a channel with a socket of its own."""
+class _Dealer(Pump):
+    """The connecting end: a channel with a socket of its own (one after the other while names have more addresses)."""
 
     transport = "zmq"
 
-    def __init__(self, reactor: Reactor, sock: zmq.Socket[Any], address: str, handler: Handler) -> None:
-        super().__init__(reactor, sock)
+    def __init__(self, reactor: Reactor, make: Callable[[], zmq.Socket[Any]], address: str, handler: Handler) -> None:
+        super().__init__(reactor)
         self.peer = address
         self.queued_nbytes = 0
         self.handler = handler
+        self._make = make
         self._is_open = False
-        self._monitor = sock.get_monitor_socket(int(_GONE))
-        self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
-        reactor.add(self._monitor_fd, select.EPOLLIN, self._on_monitor)
+        self._gone = ""
+        """why the other end has gone"""
+        self._early: list[tuple[bytes, bytes]] = []
+        """what was sent before the connection stood, while there are addresses left to try"""
+        self._port = 0
+        self._candidates: list[str] = []
         self._timer: Timer = reactor.call_later(_CONNECT_TIMEOUT_S, self._too_late)
+        self._use(make(), sum(GONE))
         try:
-            host, port = _split(address.removeprefix("zmq://"))
-            sock.connect(f"tcp://{join_address(host, port)}")
-        except (zmq.ZMQError, ConfigError) as error:
-            self.close(PeerLostError(f"cannot connect to {address}: {error}"))
+            host, self._port = _split(address.removeprefix("zmq://"))
+            self._candidates = _resolve(host, self._port)
+            self._connect()
+        except (ConfigError, OSError) as error:
+            self._cannot(getattr(error, "strerror", "") or str(error))
+
+    def _connect(self) -> None:
+        self._sock.connect(f"tcp://{join_address(self._candidates.pop(0), self._port)}")
+        self._put(_OPEN, b"")
+        for message in self._early:
+            self._put(*message)
+
+    def _cannot(self, why: str) -> None:
+        """Try the next address, if there is one."""
+        if self._candidates:
+            self._drop(0)
+            self._gone = ""
+            self._use(self._make(), sum(GONE))
+            self._connect()
             return
-        sock.send_multipart((_OPEN, b""))
-        self.look()
-        reactor.call(self._on_monitor, select.EPOLLIN)
+        hint = "see whether it runs, and whether a firewall is between"
+        self.close(PeerLostError(f"cannot connect to {self.peer}: {why}", hint=hint))
 
     def send(self, header: Header, buffer: Buffer | None = None) -> None:
         """Send one frame (transport.base.Channel)."""
-        if self._closed:
-            if buffer is not None:
-                buffer.release()
-            return
-        self._sock.send_multipart((header.pack(), b"" if buffer is None else buffer.view))
+        if not self._closed:
+            packed = header.pack()
+            self._put(packed, b"" if buffer is None else buffer.view)
+            if self._candidates and not self._is_open:
+                self._early.append((packed, b"" if buffer is None else bytes(buffer.view)))
         if buffer is not None:
             buffer.release()
+
+    def _put(self, header: bytes, payload: bytes | memoryview) -> None:
+        try:
+            self._sock.send_multipart((header, payload), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._gone = self._gone or "it closed the connection"
         self.look()
 
     def _message(self, parts: list[zmq.Frame]) -> None:
         try:
-            if not self._is_open:
-                unpack(parts[0].buffer)  # another version shows here
-                if parts[0].bytes != _OPENED:
-                    raise ProtocolError(f"{self.peer} did not open the connection")
-                self._is_open = True
-                self._timer.cancel()
-                self.handler.on_open(self)
-            elif not _dispatch(self, self.handler, parts):
-                self.close(None)
+            if self._is_open:
+                if not _dispatch(self, self.handler, parts):
+                    self.close(None)
+                return
+            if len(parts[0].buffer) != HEADER_NBYTES:
+                raise ProtocolError(f"{self.peer} answered with {len(parts[0].buffer)} bytes")
+            unpack(parts[0].buffer)  # another version shows here
+            if parts[0].bytes != _OPENED:
+                raise PeerLostError(f"cannot connect to {self.peer}: it accepts no connections", hint="is it ending?")
+            self._is_open = True
+            self._early.clear()
+            self._timer.cancel()
+            self.handler.on_open(self)
         except Exception as error:
             self.close(error)
 
-    def _on_monitor(self, events: int) -> None:
-        while not self._closed:
-            try:
-                event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            if event["event"] & _GONE:
-                self._on_events(select.EPOLLIN)  # what came before the end
-                what = "the connection to" if self._is_open else "cannot connect to"
-                why = "it ended" if self._is_open else "connection refused"
-                self.close(PeerLostError(f"{what} {self.peer}: {why}", hint="see whether it runs"))
+    def _ended(self, event: int) -> None:
+        self._gone = GONE[event]
+        self.look()
+
+    def _drained(self) -> None:
+        if self._gone and self._is_open:
+            self.close(PeerLostError(f"the connection to {self.peer} has ended", hint="see whether it still runs"))
+        elif self._gone:
+            self._cannot(self._gone)
 
     def _too_late(self) -> None:
-        self.close(PeerLostError(f"cannot connect to {self.peer}: no answer within {_CONNECT_TIMEOUT_S:g} s"))
+        self._timer = self._reactor.call_later(_CONNECT_TIMEOUT_S, self._too_late)
+        self._cannot(f"no answer within {_CONNECT_TIMEOUT_S:g} s")
 
     def close_when_sent(self) -> None:
         """Close; what was sent lingers until it is out."""
@@ -221,30 +211,30 @@ class _Dealer(_Pump):
     def _end(self, error: Exception | None, linger_ms: int) -> None:
         if self._closed:
             return
+        self._closed = True
         self._timer.cancel()
-        self._reactor.remove(self._monitor_fd)
-        self._sock.disable_monitor()
-        self._monitor.close(0)
         try:
             self._sock.send_multipart((_BYE, b""), zmq.NOBLOCK)
         except zmq.ZMQError:
             pass  # not connected: nobody to say it to
-        self._sock.setsockopt(zmq.LINGER, linger_ms)
-        self._stop()
+        self._drop(linger_ms)
         self._reactor.call(self.handler.on_close, self, error)
 
 
-class _Router(_Pump):
+class _Router(Pump):
     """The listening end: one socket, a channel for each peer. It outlives its `close` until its channels are closed."""
 
     def __init__(
         self, reactor: Reactor, sock: zmq.Socket[Any], address: str, accept: Callable[[Channel], Handler]
     ) -> None:
-        super().__init__(reactor, sock)
+        super().__init__(reactor)
         self.address = address
         self._accept = accept
         self._channels: dict[bytes, _RouterChannel] = {}
         self._accepting = True
+        self._suspicious = False
+        self._probe: Timer | None = None
+        self._use(sock, int(zmq.Event.DISCONNECTED))
         self.look()
 
     def _message(self, parts: list[zmq.Frame]) -> None:
@@ -261,31 +251,65 @@ class _Router(_Pump):
 
     def _first(self, identity: bytes, parts: list[zmq.Frame]) -> None:
         """Somebody new: answer with our own header first, so that a peer of another version learns of it."""
-        if not self._accepting or len(parts) != 2 or parts[0].bytes[:2] != _OPEN[:2]:
+        opening = parts[0].bytes if len(parts) == 2 else b""
+        if opening[:2] != _OPEN[:2] or opening[3:4] != _OPEN[3:4]:
             return
-        if not self.put(identity, _OPENED, b"") or parts[0].bytes != _OPEN:
+        if not self._accepting:
+            self.put(identity, _BYE, b"")
             return
-        channel = self._channels[identity] = _RouterChannel(self, self._reactor, identity)
+        self.put(identity, _OPENED, b"")  # where it has gone already, what it sent before is still here to be read
+        if opening != _OPEN:
+            log.warning("%s: a peer of wire version %d is refused", self.address, opening[2])
+            return
+        channel = _RouterChannel(self, self._reactor, identity)
         try:
             channel.handler = self._accept(channel)
         except Exception:
             log.exception("%s: accepting a connection failed", self.address)
-            del self._channels[identity]
             self.put(identity, _BYE, b"")
             return
+        self._channels[identity] = channel
         try:
             channel.handler.on_open(channel)
         except Exception as error:
             channel.close(error)
 
-    def put(self, identity: bytes, header: bytes, payload: bytes | memoryview) -> bool:
-        """Send to one peer; returns whether it is there."""
+    def put(self, identity: bytes, header: bytes, payload: bytes | memoryview) -> None:
+        """Send to one peer."""
+        if not self._send(identity, header, payload):
+            self._suspicious = True
+        self.look()
+
+    def _send(self, identity: bytes, header: bytes, payload: bytes | memoryview) -> bool:
         try:
             self._sock.send_multipart((identity, header, payload), zmq.NOBLOCK)
         except zmq.ZMQError:
             return False
-        self.look()
         return True
+
+    def _ended(self, event: int) -> None:
+        """Some peer's connection has ended: look soon whose, and once more in case that was too soon."""
+        if self._probe is not None:
+            self._probe.cancel()
+        soon_s, later_s = _PROBES_S
+
+        def again() -> None:
+            self._suspect()
+            self._probe = self._reactor.call_later(later_s, self._suspect)
+
+        self._probe = self._reactor.call_later(soon_s, again)
+
+    def _suspect(self) -> None:
+        self._suspicious = True
+        self.look()
+
+    def _drained(self) -> None:
+        if not self._suspicious:
+            return
+        self._suspicious = False
+        for identity, channel in list(self._channels.items()):
+            if not self._closed and not self._send(identity, _NOP, b""):
+                channel.end(PeerLostError(f"{channel.peer} has gone"), say=False)
 
     def forget(self, identity: bytes) -> None:
         """A channel is closed."""
@@ -294,12 +318,18 @@ class _Router(_Pump):
             self._stop()
 
     def close(self) -> None:
-        """Accept no more."""
-        if self._accepting:
-            self._accepting = False
-            self._sock.unbind(self._sock.getsockopt_string(zmq.LAST_ENDPOINT))
+        """Accept no more. The socket stays bound: `unbind` would cut the channels that stand."""
+        self._accepting = False
         if not self._channels:
             self._stop()
+
+    def _stop(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._probe is not None:
+            self._probe.cancel()
+        self._drop(_LINGER_MS)
 
 
 class _RouterChannel:
@@ -318,13 +348,10 @@ class _RouterChannel:
 
     def send(self, header: Header, buffer: Buffer | None = None) -> None:
         """Send one frame (transport.base.Channel)."""
-        there = not self._closed and self._router.put(
-            self._identity, header.pack(), b"" if buffer is None else buffer.view
-        )
+        if not self._closed:
+            self._router.put(self._identity, header.pack(), b"" if buffer is None else buffer.view)
         if buffer is not None:
             buffer.release()
-        if not there:
-            self.end(PeerLostError(f"{self.peer} has gone"), say=False)
 
     def close_when_sent(self) -> None:
         """Close; what was sent lingers until it is out."""
@@ -352,6 +379,7 @@ def _split(where: str) -> tuple[str, int]:
         raise ConfigError(str(error)) from None
 
 
-def _numeric(host: str) -> str:
-    """Return an address to bind: ZeroMQ takes an interface's name or number there, no host name."""
-    return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+def _resolve(host: str, port: int) -> list[str]:
+    """Return the addresses of a host: ZeroMQ binds to no host name, and connects to one address of several."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))

@@ -1,0 +1,157 @@
+"""The scheduler under any interleaving of submit, ready, done, stalled and cancel, against a sorted list.
+
+No task is lost or issued twice, the most urgent goes first, the credit holds unless a stall overdrew it, and nothing
+waits that could go. Ranks that issue the same tasks in different orders always come to an end.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from torch_bps.core.scheduler import Scheduler
+
+MIB = 1 << 20
+
+Entry = tuple[int, int, str, int]
+"""(priority, number, owner, nbytes); the number is the task"""
+
+sizes = st.sampled_from([0, 1, MIB // 2, MIB, 3 * MIB, 40 * MIB])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(credit_nbytes=st.sampled_from([1, MIB, 4 * MIB, 16 * MIB]))
+    def begin(self, credit_nbytes: int) -> None:
+        self.scheduler: Scheduler[int] = Scheduler(credit_nbytes)
+        self.credit_nbytes = credit_nbytes
+        self.allowed_nbytes = credit_nbytes
+        self.waiting: list[Entry] = []
+        self.under_way: list[Entry] = []
+        self.numbers = 0
+        self.num_issued = 0
+
+    def issued(self, tasks: list[int]) -> None:
+        """Note what was issued: the first of those that waited, in order, each once."""
+        self.waiting.sort()
+        first, self.waiting = self.waiting[: len(tasks)], self.waiting[len(tasks) :]
+        assert tasks == [number for _, number, _, _ in first]
+        self.under_way += first
+        self.num_issued += len(tasks)
+
+    def in_flight_nbytes(self) -> int:
+        return sum(nbytes for *_, nbytes in self.under_way)
+
+    @rule(owner=st.sampled_from("abc"), priority=st.integers(-2, 2), nbytes=sizes, count=st.integers(1, 8))
+    def submit(self, owner: str, priority: int, nbytes: int, count: int) -> None:
+        for _ in range(count):
+            self.scheduler.submit(owner, priority, nbytes, self.numbers)
+            self.waiting.append((priority, self.numbers, owner, nbytes))
+            self.numbers += 1
+
+    @rule()
+    def ready(self) -> None:
+        before = self.in_flight_nbytes()
+        self.issued(self.scheduler.ready())
+        now = self.in_flight_nbytes()
+        alone = sum(nbytes > 0 for *_, nbytes in self.under_way) <= 1
+        assert now <= self.allowed_nbytes or now == before or alone
+        if self.waiting:
+            nbytes = min(self.waiting)[3]
+            assert nbytes
+            assert now
+            assert now + nbytes > self.credit_nbytes
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data())
+    def done(self, data: st.DataObject) -> None:
+        entry = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
+        self.scheduler.done(entry[3])
+        if self.in_flight_nbytes() <= self.credit_nbytes:
+            self.allowed_nbytes = self.credit_nbytes
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def stalled(self) -> None:
+        tasks = self.scheduler.stalled()
+        assert tasks
+        self.issued(tasks)
+        self.allowed_nbytes = max(self.allowed_nbytes, self.in_flight_nbytes())
+
+    @rule(owner=st.sampled_from("abc"))
+    def cancel(self, owner: str) -> None:
+        dropped = [entry for entry in self.waiting if entry[2] == owner]
+        assert self.scheduler.cancel(owner) == sum(nbytes for *_, nbytes in dropped)
+        self.waiting = [entry for entry in self.waiting if entry[2] != owner]
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler.in_flight_nbytes == self.in_flight_nbytes()
+        assert scheduler.queued_nbytes == sum(nbytes for *_, nbytes in self.waiting)
+        assert scheduler.num_queued == len(self.waiting)
+        assert scheduler.num_issued == self.num_issued
+
+    def teardown(self) -> None:
+        """Whatever happened: what waits gets its turn, without a stall, as results return."""
+        if not hasattr(self, "scheduler"):
+            return
+        while self.waiting or self.under_way:
+            self.ready()
+            assert self.under_way
+            for *_, nbytes in self.under_way:
+                self.scheduler.done(nbytes)
+            self.under_way.clear()
+            self.allowed_nbytes = self.credit_nbytes
+        assert self.scheduler.ready() == []
+        assert self.scheduler.in_flight_nbytes == 0
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestScheduler = SchedulerMachine.TestCase
+
+
+@given(
+    operations=st.lists(
+        st.tuples(st.integers(1, 40), st.sampled_from([1, MIB // 4, MIB, 5 * MIB])), min_size=1, max_size=8
+    ),
+    num_ranks=st.integers(2, 4),
+    credit_nbytes=st.sampled_from([1, MIB, 8 * MIB]),
+    chance=st.integers(0, 1 << 32).map(random.Random),
+)
+def test_ranks_that_order_their_operations_differently_come_to_an_end(
+    operations: list[tuple[int, int]], num_ranks: int, credit_nbytes: int, chance: random.Random
+) -> None:
+    ranks: list[Scheduler[tuple[int, int]]] = [Scheduler(credit_nbytes) for _ in range(num_ranks)]
+    nbytes_of: dict[tuple[int, int], int] = {}
+    for scheduler in ranks:
+        for operation in chance.sample(range(len(operations)), len(operations)):
+            count, nbytes = operations[operation]
+            priority = chance.randint(0, 1)
+            for part in range(count):
+                nbytes_of[operation, part] = nbytes
+                scheduler.submit(operation, priority, nbytes, (operation, part))
+    issued: list[set[tuple[int, int]]] = [set() for _ in ranks]
+    completed: set[tuple[int, int]] = set()
+    stalls = 0
+    while len(completed) < len(nbytes_of):
+        for scheduler, mine in zip(ranks, issued, strict=True):
+            mine.update(scheduler.ready())
+        # a sum is there once every rank has pushed its part
+        results = sorted(set.intersection(*issued) - completed)
+        if results:
+            results = results[: chance.randint(1, len(results))]
+        else:
+            stalls += 1
+            assert stalls <= len(nbytes_of)
+            for scheduler, mine in zip(ranks, issued, strict=True):
+                mine.update(scheduler.stalled())
+        for task in results:
+            for scheduler in ranks:
+                scheduler.done(nbytes_of[task])
+        completed.update(results)
+    for scheduler in ranks:
+        assert scheduler.num_issued == len(nbytes_of)
+        assert (scheduler.in_flight_nbytes, scheduler.num_queued) == (0, 0)
