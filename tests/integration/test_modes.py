@@ -31,7 +31,7 @@ def check(results: list[RankResult]) -> str:
             if len(results) == 2:
                 np.testing.assert_array_equal(ours, theirs)
             else:
-                np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+                np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)  # rounding grows with training
     return str(results[0].value["how"])
 
 

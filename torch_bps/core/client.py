@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch_bps.core.flight import Flight, FlightId, Task, answered_key
 from torch_bps.core.link import Link
@@ -36,6 +36,8 @@ log = logging.getLogger("torch_bps.core")
 
 _SWEEP_S = 0.2
 _STALL_S = 0.05
+_REMEMBERED = 4096
+_V = TypeVar("_V")
 
 
 class _TensorBuffer(Buffer):
@@ -74,8 +76,10 @@ class Client:
         self.who = who
         self._scheduler: Scheduler[Task] = Scheduler(credit_nbytes)
         self._flights: dict[FlightId, list[Flight]] = {}
-        self._failed_ids: deque[FlightId] = deque(maxlen=4096)
-        self._failed: set[FlightId] = set()
+        self._failed: dict[FlightId, None] = {}
+        """the last ones: answers that are still on their way are dropped"""
+        self._foretold: dict[FlightId, BytePSError] = {}
+        """operations that have failed on other ranks and were not started here yet"""
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._stall_warning_s = stall_warning_s
         self._sweeping = False
@@ -96,10 +100,9 @@ class Client:
         """Send a flight on its way."""
         now_s = time.monotonic()
         flight.started_s = flight.asked_s = now_s
-        error = self.closed or flight.group.broken
+        error = self.closed or self._foretold.pop(flight.id, None) or flight.group.broken
         if error is not None:
-            flight.remaining = 1
-            self._end(flight, error)
+            self._end(flight, _named(error, flight, self.who))
             return
         self._flights.setdefault(flight.id, []).append(flight)
         flight.remaining = len(flight.tasks)
@@ -182,10 +185,7 @@ class Client:
         flights = self._flights.pop(flight_id, None)
         if flights is None:
             return
-        self._failed.add(flight_id)
-        if len(self._failed_ids) == self._failed_ids.maxlen:
-            self._failed.discard(self._failed_ids[0])
-        self._failed_ids.append(flight_id)
+        _remember(self._failed, flight_id, None)
         if tell:
             group, stream, sequence = flight_id
             text = f"{self.who} gave it up: {error.what}"
@@ -297,6 +297,8 @@ class Client:
                     flights = self._flights.get(flight_id)
                     if flights:
                         self.fail(flight_id, _named(error, flights[0], self.who))
+                    elif flight_id not in self._failed:
+                        _remember(self._foretold, flight_id, error)
             case control.Waiting(group, stream, sequence, missing):
                 for flight in self._flights.get((group, stream, sequence), ()):
                     flight.missing = missing
@@ -380,6 +382,12 @@ _HINTS: dict[type[BytePSError], str] = {
     PeerLostError: "look at that rank's own output for the first error",
     ClosedError: "",
 }
+
+
+def _remember(memory: dict[FlightId, _V], flight_id: FlightId, value: _V) -> None:
+    memory[flight_id] = value
+    if len(memory) > _REMEMBERED:
+        del memory[next(iter(memory))]
 
 
 def _missing_text(flight: Flight) -> str:

@@ -19,7 +19,7 @@ from torch_bps.core import rendezvous
 from torch_bps.core.group import Group
 from torch_bps.core.link import Link
 from torch_bps.core.plan import Plane
-from torch_bps.errors import BytePSError
+from torch_bps.errors import BytePSError, OperationTimeout, PeerLostError
 from torch_bps.wire import announcement, control
 
 if TYPE_CHECKING:
@@ -100,7 +100,14 @@ class Opening:
         dedicated = [f"zmq://{address}" for address in rendezvous.distinct(config.servers)]
         if dedicated:
             limit_s = min(timeout_s, _SERVERS_TIMEOUT_S)
-            self._runtime.connector.connect(dedicated, time.monotonic() + limit_s, retry=True)
+            try:
+                self._runtime.connector.connect(dedicated, time.monotonic() + limit_s, retry=True)
+            except (PeerLostError, OperationTimeout) as error:
+                raise PeerLostError(
+                    f"{error.what} (tried for {limit_s:g} s)",
+                    hint=f"see whether the servers of BYTEPS_SERVERS={','.join(config.servers)} run and can be reached",
+                    **error.facts,
+                ) from None
         if config.num_servers > len(dedicated):
             dedicated += rendezvous.announced_servers(
                 self._store, config.num_servers - len(dedicated), self._meeting.deadline_s, self._alive, timeout_s

@@ -40,6 +40,7 @@ log = logging.getLogger("torch_bps.core")
 
 _DRAIN_S = 10.0
 _BYE_S = 2.0
+_END_S = 0.5
 
 _T = TypeVar("_T")
 _lock = threading.Lock()
@@ -250,6 +251,10 @@ class Runtime:
             except OperationTimeout:
                 pass  # a peer that is gone or frozen does not answer: its links are closed all the same
             self._in_reactor(self._close_all)
+            until_s = time.monotonic() + _END_S
+            while self._in_reactor(lambda: bool(self.service.channels)) and time.monotonic() < until_s:
+                time.sleep(0.001)
+            self._in_reactor(self.service.cut)
         finally:
             self.reactor.stop()
             for transport in self._transports.values():

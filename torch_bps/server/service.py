@@ -79,6 +79,8 @@ class Service:
         self.endpoints = list(endpoints)
         self.engine = Engine()
         self.membership = Membership()
+        self.channels: set[Channel] = set()
+        """all that are open"""
         self.on_change: Callable[[], None] = lambda: None
         """called when a process left or a slot was drained: a server that drains looks whether it may end"""
         self._folder = folder or InlineFolder()
@@ -101,6 +103,7 @@ class Service:
 
     def accept(self, channel: Channel) -> _Connection:
         """Return the handler of a new channel (a listener's `accept`)."""
+        self.channels.add(channel)
         return _Connection(self)
 
     def is_idle(self) -> bool:
@@ -122,6 +125,11 @@ class Service:
             process.send(control.Bye(text))
             for channel in process.channels:
                 channel.close_when_sent()
+
+    def cut(self) -> None:
+        """Close what is still open."""
+        for channel in list(self.channels):
+            channel.close()
 
     # ---- frames
 
@@ -367,6 +375,7 @@ class _Connection:
 
     def on_close(self, channel: Channel, error: Exception | None) -> None:
         """A process whose channel ends without a Bye is lost."""
+        self._service.channels.discard(channel)
         process = self._process
         if process is not None:
             if isinstance(error, (ProtocolError, UnsupportedError, PeerLostError)):
