@@ -8,9 +8,9 @@ from datetime import timedelta
 from types import ModuleType
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from tests.backend.values import SIZES
 from tests.fakes import FakeGroup, Hub
 from torch_bps.backend.process_group import ProcessGroupBytePS
 
@@ -60,6 +60,15 @@ def world(make_world: Callable[[int], World]) -> World:
     return make_world(2)
 
 
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[dict[int, World]]:
+    """Worlds of all sizes, shared by a module: thousands of cases run on them."""
+    worlds = {size: World(size) for size in SIZES}
+    yield worlds
+    for world in worlds.values():
+        world.stop()
+
+
 class FakeRuntime:
     """torch_bps.core.runtime, whose groups are rank 0 of a hub; the other ranks do what rank 0 does."""
 
@@ -95,10 +104,3 @@ def job(runtime: FakeRuntime) -> Iterator[Hub]:
     yield runtime.hubs[0]
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def tensors_of(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Return a tensor of small values, so that sums are exact in every dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(0, 3, shape, generator=generator)
-    return values.to(dtype)

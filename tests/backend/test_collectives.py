@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import (
@@ -22,24 +21,7 @@ from torch._C._distributed_c10d import (
 )
 
 from tests.backend.conftest import World
-from torch_bps.errors import MismatchError, UnsupportedError
-
-SIZES = (1, 2, 3)
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-COMPLEX = (torch.complex64, torch.complex128)
-SUMMED = (*FLOATS, *INTS, *COMPLEX, torch.bool)
-MOVED = (*SUMMED, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
-OPS = dist.ReduceOp
-
-
-@pytest.fixture(scope="module")
-def worlds():
-    worlds = {size: World(size) for size in SIZES}
-    yield worlds
-    for world in worlds.values():
-        world.stop()
-
+from tests.backend.values import COMPLEX, INTS, MOVED, OPS, SIZES, SUMMED, expected_sum, options, same
 
 pytestmark = pytest.mark.may_leak("the process groups live as long as the module")
 
@@ -91,7 +73,7 @@ class Case:
     def values(self, rank: int, *shape: int) -> torch.Tensor:
         """Return rank's contribution: small numbers, so that every dtype holds all sums and products exactly."""
         generator = torch.Generator().manual_seed(self.seed * 31 + rank)
-        shape = self.shape if not shape else shape
+        shape = shape or self.shape
         whole = torch.randint(1, 4, shape, generator=generator).to(self.dtype)
         return whole + 1j * torch.randint(1, 4, shape, generator=generator) if self.dtype.is_complex else whole
 
@@ -117,42 +99,6 @@ def cases(draw: st.DrawFn, worlds: dict[int, World], dtypes: tuple[torch.dtype, 
     )
 
 
-def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    assert bits(actual) == bits(expected)
-
-
-def bits(tensor: torch.Tensor) -> list[int]:
-    plain = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    plain.copy_(tensor.detach().reshape(-1))
-    return plain.view(torch.uint8).tolist()
-
-
-def expected_sum(parts: list[torch.Tensor], op: object) -> torch.Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        if op in (OPS.SUM, OPS.AVG):
-            total = total + part
-        elif op == OPS.PRODUCT:
-            total = total * part
-        elif op == OPS.MIN:
-            total = torch.minimum(total, part)
-        elif op == OPS.MAX:
-            total = torch.maximum(total, part)
-        elif op == OPS.BAND:
-            total = total & part
-        elif op == OPS.BOR:
-            total = total | part
-        else:
-            total = total ^ part
-    if op == OPS.AVG:
-        floating = total.is_floating_point() or total.is_complex()
-        wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
-        total = (wide / len(parts)) if floating else torch.div(total, len(parts), rounding_mode="trunc")
-    return total.to(parts[0].dtype)
-
-
 def ops_for(dtype: torch.dtype) -> list[object]:
     ops = [OPS.SUM, OPS.PRODUCT]
     if dtype is not torch.bool:
@@ -162,13 +108,6 @@ def ops_for(dtype: torch.dtype) -> list[object]:
     if dtype in INTS or dtype is torch.bool:
         ops += [OPS.BAND, OPS.BOR, OPS.BXOR]
     return ops
-
-
-def options(kind, **fields):
-    result = kind()
-    for name, value in fields.items():
-        setattr(result, name, value)
-    return result
 
 
 # ---- reductions
@@ -408,133 +347,7 @@ def test_parameters_that_require_grad(worlds):
         assert tensor.detach().eq(2).all()
 
 
-# ---- sparse
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("op", [OPS.SUM, OPS.AVG])
-def test_sparse_all_reduce(worlds, size, dtype, op):
-    rows = [torch.tensor([[0, 3 + rank, 3 + rank]]) for rank in range(size)]  # the last two are added up
-    values = [torch.arange(1, 7).reshape(3, 2).to(dtype) * (rank + 1) for rank in range(size)]
-    tensors = [torch.sparse_coo_tensor(rows[r], values[r], (8, 2), check_invariants=True) for r in range(size)]
-    parts = [tensor.to_dense() for tensor in tensors]
-    works = worlds[size].run(
-        lambda group, rank: group.allreduce([tensors[rank]], options(AllreduceOptions, reduceOp=op))
-    )
-    for tensor, work in zip(tensors, works, strict=True):
-        same(tensor.to_dense(), expected_sum(parts, op))
-        assert work.get_future().value()[0] is tensor
-
-
-def test_sparse_ones_do_not_disturb_the_order_of_others(worlds):
-    """The second step of a sparse all_reduce starts at different times on different ranks."""
-    world = worlds[3]
-    sparse = [torch.eye(4).to_sparse() * (rank + 1) for rank in range(3)]
-    after = [torch.full((2,), rank, dtype=torch.int32) for rank in range(3)]
-    works = [group.allreduce([sparse[rank]]) for rank, group in enumerate(world.groups[:2])]
-    works += [group.allreduce([after[rank]]) for rank, group in enumerate(world.groups[:2])]
-    works.append(world.groups[2].allreduce([sparse[2]]))
-    works[-1].wait()
-    works.append(world.groups[2].allreduce([after[2]]))
-    for work in works:
-        work.wait()
-    for rank in range(3):
-        same(sparse[rank].to_dense(), torch.eye(4) * 6)
-        same(after[rank], torch.full((2,), 3, dtype=torch.int32))
-
-
-def test_sparse_tensors_of_different_shapes(worlds):
-    tensors = [torch.eye(4 + rank).to_sparse() for rank in range(2)]
-    works = [group.allreduce([tensors[rank]]) for rank, group in enumerate(worlds[2].groups)]
-    for work in works:
-        with pytest.raises(MismatchError, match="another shape"):
-            work.wait()
-
-
-# ---- what is refused, before anything is sent
-
-
-def nothing_sent(worlds, size: int = 2) -> int:
-    return len(worlds[size].hub.submitted)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op", "text"),
-    [
-        (torch.float8_e4m3fn, OPS.SUM, "SUM of float8_e4m3fn"),
-        (torch.float32, OPS.BAND, "BAND of float32"),
-        (torch.complex64, OPS.MAX, "MAX of complex64"),
-        (torch.bool, OPS.AVG, "AVG of bool"),
-    ],
-)
-@pytest.mark.parametrize("size", SIZES)
-def test_sums_that_do_not_exist(worlds, size, dtype, op, text):
-    before = nothing_sent(worlds, size)
-    group = worlds[size].groups[0]
-    with pytest.raises(UnsupportedError, match=text):
-        group.allreduce([torch.zeros(2).to(dtype)], options(AllreduceOptions, reduceOp=op))
-    assert nothing_sent(worlds, size) == before
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda group, wide: group.allreduce([wide]),
-        lambda group, wide: group.broadcast([wide], 1),
-        lambda group, wide: group.recv([wide], 1),
-        lambda group, wide: group.allgather([[wide, torch.zeros(4, 3)]], [torch.zeros(4, 3)]),
-        lambda group, wide: group.reduce_scatter([wide], [[torch.zeros(4, 3)] * 2]),
-    ],
-)
-def test_an_expanded_tensor_cannot_hold_a_result(worlds, call):
-    before = nothing_sent(worlds)
-    with pytest.raises(UnsupportedError, match="share memory"):
-        call(worlds[2].groups[0], torch.zeros(1, 3).expand(4, 3))
-    assert nothing_sent(worlds) == before
-
-
-def test_an_expanded_tensor_can_be_read(worlds):
-    inputs = [torch.full((1, 2), rank).expand(3, 2) for rank in range(2)]
-    outputs = [[torch.zeros(3, 2, dtype=torch.int64) for _ in range(2)] for _ in range(2)]
-    worlds[2].run(lambda group, rank: group.allgather([outputs[rank]], [inputs[rank]]))
-    same(outputs[0][1], torch.ones(3, 2, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda g: g.broadcast([torch.zeros(2)], 5), "root 5 is not a rank of a group of 2"),
-        (lambda g: g.allgather([[torch.zeros(2)]], [torch.zeros(2)]), "has 1 tensors for 2 ranks"),
-        (lambda g: g.allgather([[torch.zeros(3)] * 2], [torch.zeros(2)]), "output 0 has 3 elements"),
-        (lambda g: g.all_gather_single(torch.zeros(3), torch.zeros(2)), "output has 3 elements"),
-        (lambda g: g.all_gather_single(torch.zeros(4), torch.zeros(2).half()), "different dtypes"),
-        (lambda g: g.reduce_scatter_single(torch.zeros(2), torch.zeros(3)), "input has 3 elements"),
-        (lambda g: g.all_to_all_single(torch.zeros(3), torch.zeros(3), [], []), "cannot be split equally"),
-        (lambda g: g.all_to_all_single(torch.zeros(2), torch.zeros(2), [1, 1], [2, 1]), "do not split 2 rows"),
-        (lambda g: g.all_to_all_single(torch.tensor(1), torch.tensor(1), [], []), "at least one dimension"),
-        (lambda g: g.send([torch.zeros(2)], 2, 0), "2 is not a rank"),
-        (lambda g: g.gather([[torch.zeros(2)]], [torch.zeros(2)], 0), "has 1 tensors for 2 ranks"),
-        (lambda g: g.scatter([torch.zeros(2)], [[torch.zeros(3)] * 2], 0), "output has 2 elements"),
-    ],
-)
-def test_wrong_arguments_are_value_errors(worlds, call, text):
-    before = nothing_sent(worlds)
-    with pytest.raises(ValueError, match=text):
-        call(worlds[2].groups[0])
-    assert nothing_sent(worlds) == before
-
-
-def test_sparse_tensors_elsewhere(worlds):
-    with pytest.raises(UnsupportedError, match="layout sparse_coo"):
-        worlds[2].groups[0].broadcast([torch.eye(2).to_sparse()], 0)
-    with pytest.raises(UnsupportedError, match="MAX of a sparse_coo"):
-        worlds[2].groups[0].allreduce([torch.eye(2).to_sparse()], OPS.MAX)
-
-
-def test_meta_tensors(worlds):
-    with pytest.raises(UnsupportedError, match="device meta"):
-        worlds[2].groups[0].allreduce([torch.zeros(2, device="meta")])
+# ---- what core is told
 
 
 def test_labels_tell_kind_dtype_and_shape(worlds):

@@ -161,6 +161,15 @@ def test_an_overdrawn_window_shrinks_by_half_of_what_returns_and_then_the_credit
     assert scheduler.in_flight_nbytes == 4 * MIB
 
 
+def test_the_credit_holds_again_as_soon_as_no_more_than_it_is_under_way() -> None:
+    scheduler = filled(4 * MIB, [MIB] * 5 + [MIB // 2])
+    scheduler.ready()
+    assert scheduler.stalled() == [4]
+    scheduler.done(MIB)
+    assert scheduler.in_flight_nbytes == scheduler.credit_nbytes
+    assert scheduler.ready() == []
+
+
 @pytest.mark.parametrize("credit", [1, 16, 64])
 @pytest.mark.parametrize("num_parts", [10, 100, 400])
 def test_two_groups_in_opposite_order_need_few_stalls(credit: int, num_parts: int) -> None:

@@ -109,6 +109,4 @@ def _divided(total: torch.Tensor, size: int) -> torch.Tensor:
     if total.dtype.is_floating_point or total.dtype.is_complex:
         return total / size
     values = torch.div(total.values(), size, rounding_mode="trunc")
-    return torch.sparse_coo_tensor(
-        total.indices(), values, total.shape, is_coalesced=True, check_invariants=False
-    )
+    return torch.sparse_coo_tensor(total.indices(), values, total.shape, is_coalesced=True, check_invariants=False)

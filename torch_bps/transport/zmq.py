@@ -32,6 +32,7 @@ _BYE: Final = Header(FIRST_PRIVATE_FRAME + 2).pack()
 _NOP: Final = Header(FIRST_PRIVATE_FRAME + 3).pack()
 _CONNECT_TIMEOUT_S: Final = 10.0
 _LINGER_MS: Final = 1000
+_GOODBYE_LINGER_MS: Final = 100
 _PROBES_S: Final = (0.05, 1.0)
 """when to look who has gone after a connection ended: the news may be ahead of the fact"""
 
@@ -74,6 +75,7 @@ class ZmqTransport:
     def _dealer(self) -> zmq.Socket[Any]:
         sock = self._socket(zmq.DEALER)
         sock.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        sock.setsockopt(zmq.RECONNECT_IVL, -1)  # a connection that has ended is over; nothing lingers for a new one
         return sock
 
     def _socket(self, kind: int) -> zmq.Socket[Any]:
@@ -172,10 +174,10 @@ class _Dealer(Pump):
         try:
             if self._is_open:
                 if not _dispatch(self, self.handler, parts):
-                    self.close(None)
+                    self._end(None, 0)
                 return
             if len(parts[0].buffer) != HEADER_NBYTES:
-                raise ProtocolError(f"{self.peer} answered with {len(parts[0].buffer)} bytes")
+                raise ProtocolError(f"cannot connect to {self.peer}: {GONE[zmq.Event.HANDSHAKE_FAILED_PROTOCOL]}")
             unpack(parts[0].buffer)  # another version shows here
             if parts[0].bytes != _OPENED:
                 raise PeerLostError(f"cannot connect to {self.peer}: it accepts no connections", hint="is it ending?")
@@ -206,7 +208,7 @@ class _Dealer(Pump):
 
     def close(self, error: Exception | None = None) -> None:
         """Close now (transport.base.Channel)."""
-        self._end(error, _LINGER_MS if self._is_open else 0)
+        self._end(error, _GOODBYE_LINGER_MS if self._is_open else 0)
 
     def _end(self, error: Exception | None, linger_ms: int) -> None:
         if self._closed:

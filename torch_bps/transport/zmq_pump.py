@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import select
+import struct
 from typing import Any, Final
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from torch_bps.transport.base import Reactor
 
 _FAIR_FRAMES: Final = 256
+_NEWS: Final = struct.Struct("=Hi")  # event, value; zmq.utils.monitor reads the same, but imports asyncio for it
 GONE: Final = {
     int(zmq.Event.DISCONNECTED): "it closed the connection",
-    int(zmq.Event.CONNECT_RETRIED): "connection refused",
+    int(zmq.Event.CLOSED): "connection refused",
     int(zmq.Event.HANDSHAKE_FAILED_PROTOCOL): "what listens there is no torch_bps server's control port",
     int(zmq.Event.HANDSHAKE_FAILED_NO_DETAIL): "what listens there is no torch_bps server's control port",
 }
@@ -63,10 +64,10 @@ class Pump:
     def _on_monitor(self, events: int) -> None:
         while not self._closed:
             try:
-                message = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                news, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._ended(int(message["event"]))
+            self._ended(_NEWS.unpack(news)[0])
 
     def look(self) -> None:
         """Look for messages once more, soon: sending may have eaten the edge."""
