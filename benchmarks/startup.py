@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--rounds 5]
 
-Each round starts fresh processes for each way, alternating; printed are medians over the rounds (of the slower rank) and
-the difference to gloo. Importing torch is not counted.
+Each round starts fresh processes for each way, alternating. Printed are medians over the rounds, of the slower rank,
+and the difference to gloo. Importing torch is not counted.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def test_what_is_no_size(text: str) -> None:
         Config.load({"BYTEPS_PARTITION_BYTES": text})
 
 
-@pytest.mark.parametrize(("nbytes", "rounded"), [(4096, 4096), (4097, 4160), (1 << 30, 1 << 30), (4096000, 4096000)])
+@pytest.mark.parametrize(("nbytes", "rounded"), [(4096, 4096), (4097, 4160), (1 << 29, 1 << 29), (4096000, 4096000)])
 def test_partitions_are_whole_cache_lines(nbytes: int, rounded: int) -> None:
     assert Config.load({"BYTEPS_PARTITION_BYTES": str(nbytes)}).partition_bytes == rounded
     assert Config.load({}, partition_bytes=nbytes).partition_bytes == rounded

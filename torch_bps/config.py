@@ -130,7 +130,7 @@ class Config:
     )  # fmt: skip
     lanes: int = _setting(2, "data connections to each server (tcp)", _integer, "1 to 64", lambda v: 1 <= v <= 64)
     partition_bytes: int = _setting(
-        1 << 20, "largest partition", _nbytes, f"4K to 1G, {_BYTES}", lambda value: 4096 <= value <= 1 << 30,
+        1 << 20, "largest partition", _nbytes, f"4K to 512M, {_BYTES}", lambda value: 4096 <= value <= 1 << 29,
         original="same name and meaning, default 4096000",
     )  # fmt: skip
     scheduling_credit: int = _setting(
@@ -228,6 +228,11 @@ def child_environment(prepend_pythonpath: str) -> dict[str, str]:
     """Return this process's environment for a child that must find the package at `prepend_pythonpath`."""
     path = os.pathsep.join(filter(None, (prepend_pythonpath, os.environ.get("PYTHONPATH", ""))))
     return {**os.environ, "PYTHONPATH": path}
+
+
+def quiet_torch() -> None:
+    """Spare the user the pages that torch, imported after this, prints when a Store has gone."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _parsed(setting: dataclasses.Field[Any], variable: str, text: str) -> Any:

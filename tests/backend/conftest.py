@@ -23,8 +23,9 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.hub = Hub(size)
+        store = dist.HashStore()
         self.groups = [
-            ProcessGroupBytePS(self.hub.groups[rank] if size > 1 else None, dist.HashStore(), rank, size, TIMEOUT, "w")
+            ProcessGroupBytePS(self.hub.groups[rank] if size > 1 else None, store, rank, size, TIMEOUT, "w")
             for rank in range(size)
         ]
 

@@ -389,10 +389,10 @@ class TransportContract:
 
     def test_channels_that_end_leave_no_descriptor(self, rig: Rig) -> None:
         rig.until_closed(*self._opened_and_closed(rig))
-        before = len(descriptors())
-        for _ in range(5):
+        before = len(descriptors())  # the first one's may still be among them: zmq closes its own in the background
+        for _ in range(10):
             rig.until_closed(*self._opened_and_closed(rig))
-        rig.until(lambda: len(descriptors()) == before, f"{before} descriptors, not {len(descriptors())}")
+        rig.until(lambda: len(descriptors()) <= before, f"no more than {before} descriptors")
 
     @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
     def test_a_forked_child_lets_go_and_harms_nothing(self, rig: Rig) -> None:

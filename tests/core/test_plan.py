@@ -1,7 +1,8 @@
-"""Plans of all ranks, put together: they meet at the same engines, and running them does what the operation promises."""
+"""Plans of all ranks, put together: they meet at the same engines, and do what the operation promises."""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ PARTITION_NBYTES = 128 << 10
 GROUP_ID = 77
 COLLECTIVES = [row.code for row in ops.ROWS if row.code not in (0, ops.SEND)]
 REDUCING = [code for code in COLLECTIVES if ops.ROWS[code].combine == ops.REDUCE]
-NUMELS = [0, 1, 100, 20_000, 200_003]
+NUMELS = [0, 1, 100, 20_000, 100_003]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ collectives = pytest.mark.parametrize("op", COLLECTIVES, ids=lambda code: ops.RO
 # ---- operations: what each rank brings and what it is promised
 
 
+@functools.cache
 def contribution(rank: int, block: int, numel: int) -> np.ndarray:
     """Return what `rank` has of a block: whole numbers, so that sums are exact."""
     return ((np.arange(numel) * 7 + rank * 31 + block * 101) % 1009).astype(np.float32)
@@ -217,7 +219,7 @@ def check_header(job: Job, operation: Operation, task: Task) -> None:
     assert task.flight.operation is operation
     total = dict(operation.pushes if header.frame == PUSH else operation.pulls)[header.block].nbytes
     assert header.total == total
-    assert task.credit_nbytes == (task.push if task.push is not None else task.into or b"").__len__()
+    assert task.credit_nbytes == (len(task.push) if task.push is not None else 0)  # a pull needs no credit
     assert task.credit_nbytes <= PARTITION_NBYTES
     if header.frame == PUSH:
         assert header.nbytes == (0 if task.push is None else task.push.nbytes)
@@ -264,7 +266,7 @@ def run_reduce(job: Job, flights: list[Flight], slot: tuple[int, int], tasks: li
 @collectives
 def test_the_plans_of_all_ranks_meet_and_do_what_the_operation_promises(name: str, op: int) -> None:
     job = JOBS[name]()
-    for sequence, numel in enumerate([*NUMELS, *NUMELS]):
+    for sequence, numel in enumerate([*NUMELS, 40_000]):
         run(job, op, numel, sequence, root=sequence % job.size)
 
 
@@ -273,7 +275,7 @@ def test_the_plans_of_all_ranks_meet_and_do_what_the_operation_promises(name: st
 def test_the_first_part_of_a_reduction_is_at_home(name: str, op: int) -> None:
     job = JOBS[name]()
     for sequence in range(4):
-        for flight in run(job, op, 100_000, sequence, root=0):
+        for flight in run(job, op, 40_000, sequence, root=0):
             first = flight.tasks[0]
             assert (first.header.block, first.header.part) == (0, 0)
             if op == ops.REDUCE_SCATTER and job.mode == "local":
@@ -337,7 +339,7 @@ def test_a_disagreement_leaves_no_trace_in_later_plans(name: str) -> None:
         op = ops.BROADCAST if rank == 1 else ops.ALL_REDUCE
         plan(group, Call(op, rank, job.size, 30_000 * (rank + 1), 0).operation, 0)
     for sequence in range(1, 4):
-        run(job, ops.ALL_REDUCE, 300_000, sequence, root=0)
+        run(job, ops.ALL_REDUCE, 200_000, sequence, root=0)
 
 
 def test_the_engine_of_a_local_reduce_scatter_is_who_wants_the_block() -> None:
@@ -392,7 +394,8 @@ def test_both_ends_of_a_message_meet(name: str, any_source: bool, numel: int) ->
         assert out.header.total == back.header.total == 4 * numel
         if out is not push:
             assert out.key == back.key == out.header[5:10]
-            assert out.credit_nbytes == back.credit_nbytes == out.header.nbytes > 0
+            assert out.credit_nbytes == out.header.nbytes > 0
+            assert back.credit_nbytes == 0
         floats(back.into)[:] = floats(out.push)
     np.testing.assert_array_equal(room, data)
     if job.mode == "local":
@@ -414,6 +417,7 @@ def message(*, pushed: np.ndarray | None = None, pulled: np.ndarray | None = Non
 
 
 def first_part(group: Group, operation: Operation, stream: int, number: int) -> Flight:
+    operation.sequence = number
     flight = Flight(group, (group.id, stream, number), "", 0, operation.on_done, operation)
     plan_first_part(group, flight, operation, number)
     return flight

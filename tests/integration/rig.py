@@ -201,6 +201,7 @@ def run_torchrun(
     env: Env | None = None,
     prefix: Prefix | None = None,
     address: str = "127.0.0.1",
+    port: int = 0,
     timeout_s: float = TIMEOUT_S,
     check: bool = True,
 ) -> list[RankResult]:
@@ -211,10 +212,11 @@ def run_torchrun(
         rendezvous: default "standalone" for one node, "static" for several.
         options: more options of torchrun, such as "--max-restarts=1".
         env, prefix, address, check: as in start_ranks, for a node.
+        port: of the rendezvous, whose id is then f"rig{port}"; 0: any free one.
     """
     nodes = [nproc] if isinstance(nproc, int) else list(nproc)
     rendezvous = rendezvous or ("standalone" if len(nodes) == 1 else "static")
-    port = free_port()
+    port = port or free_port()
     meeting = {
         "standalone": ["--standalone"],
         "static": ["--master-addr", address, "--master-port", str(port)],

@@ -345,5 +345,3 @@ def test_a_single_process_needs_nothing(tmp_path: object) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3.0"
-
-

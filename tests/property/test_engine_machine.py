@@ -229,9 +229,8 @@ class EngineMachine(RuleBasedStateMachine):
             if not operation.disturbed:
                 assert all(frame.answer or frame.header.frame == DECLARE for frame in operation.sent)
         for group, members in self.ledger.present.items():
-            if self.nobody_is_missing(group):
-                waiting = [frame for frame in self.ledger.open_frames() if frame.header.group == group]
-                assert [frame for frame in waiting if frame.header.op != ops.SEND] == []
+            waiting = [frame for frame in self.ledger.open_frames() if frame.header.group == group]
+            assert [frame for frame in waiting if frame.header.op != ops.SEND] == [], "somebody waits in vain"
             for index in sorted(members):
                 self.leave_one(group, index, None)
         self.settle()
@@ -239,9 +238,6 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.ledger.held()
         assert set(self.ledger.engine.describe().values()) == {0}
         assert not self.ledger.engine._slots
-
-    def nobody_is_missing(self, group: int) -> bool:
-        return len(self.ledger.present[group]) == self.sizes[group]
 
     def settle(self) -> None:
         """Deliver everything and finish all work."""

@@ -281,6 +281,18 @@ def test_clean_leave_does_not_touch_relays_between_others() -> None:
     ledger.check_empty()
 
 
+@pytest.mark.parametrize("flags", [0, HOME])
+def test_clean_leave_fails_a_relay_that_the_leaver_never_stated(flags: int) -> None:
+    ledger = Ledger()
+    ledger.join(1, 3)
+    early = ledger.send(0, head(PUSH, ops.BROADCAST, flags=flags))
+    ledger.leave(1, 2)
+    assert early.failed
+    assert ledger.send(1, head(PULL, ops.BROADCAST, 1, flags=flags)).failed
+    assert [fail.error for fail in ledger.fails] == ["PeerLostError"] * 2
+    ledger.check_empty()
+
+
 def test_a_settled_operation_outlives_a_clean_leave() -> None:
     """More partitions of a relayed operation may come when all have stated it here and its slots are done."""
     ledger = Ledger()

@@ -299,6 +299,14 @@ def test_the_sender_gives_up_between_parts(ledger: Ledger) -> None:
     ledger.check_empty()
 
 
+def test_a_receives_number_is_not_a_messages(ledger: Ledger) -> None:
+    pull = ledger.send(1, receive(0, 1, 5, part=1, total=800))
+    ledger.cancel(1, 1, 5, stream=ops.stream_of(0, 1, TAG))  # gives up receive 5, not message 5
+    ledger.send(0, message(0, 1, 5, part=1, total=800, nbytes=400))
+    assert pull.answer
+    ledger.check_empty()
+
+
 def test_a_peer_leaves_between_parts(ledger: Ledger) -> None:
     pull = ledger.send(1, receive(0, 1, 5, part=1, total=800))
     push = ledger.send(2, message(2, 0, 1, part=1, total=800, nbytes=400))

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
+from torch_bps.core.failures import HINTS, missing_text, named, remember
 from torch_bps.core.flight import Flight, FlightId, Task, answered_key
 from torch_bps.core.link import Link
 from torch_bps.core.plan import plan_other_parts
@@ -21,8 +21,6 @@ from torch_bps.core.traffic import Traffic
 from torch_bps.errors import (
     BY_NAME,
     BytePSError,
-    ClosedError,
-    MismatchError,
     OperationTimeout,
     PeerLostError,
     ProtocolError,
@@ -36,8 +34,6 @@ log = logging.getLogger("torch_bps.core")
 
 _SWEEP_S = 0.2
 _STALL_S = 0.05
-_REMEMBERED = 4096
-_V = TypeVar("_V")
 
 
 class _TensorBuffer(Buffer):
@@ -102,7 +98,7 @@ class Client:
         flight.started_s = flight.asked_s = now_s
         error = self.closed or self._foretold.pop(flight.id, None) or flight.group.broken
         if error is not None:
-            self._end(flight, _named(error, flight, self.who))
+            self._end(flight, named(error, flight, self.who))
             return
         self._flights.setdefault(flight.id, []).append(flight)
         flight.remaining = len(flight.tasks)
@@ -139,7 +135,7 @@ class Client:
             return
         if link.closed is not None:
             self._scheduler.done(task.credit_nbytes)
-            self.fail(flight.id, _named(link.closed, flight, self.who))
+            self.fail(flight.id, named(link.closed, flight, self.who))
             return
         link.tasks[task.key] = task
         flight.outstanding.add(task)
@@ -153,10 +149,15 @@ class Client:
     def _check_stall(self) -> None:
         """Nothing came back for a while though tasks wait: let some go beyond the credit (core.scheduler.stalled)."""
         self._stall_timer = False
-        if self.traffic.results == self._issued_at_stall and self._scheduler.queued_nbytes:
+        if self.traffic.results == self._issued_at_stall and self._scheduler.queued_nbytes and self._may_deadlock():
             for task in self._scheduler.stalled():
                 self._issue(task)
         self._pump()
+
+    def _may_deadlock(self) -> bool:
+        """Whether ranks may take operations in different orders; else all wait for a late one, within the credit."""
+        kinds = {(id[0], id[1], flights[0].priority) for id, flights in self._flights.items() if flights[0].operation}
+        return len(kinds) > 1
 
     def _complete(self, task: Task) -> None:
         flight = task.flight
@@ -185,7 +186,7 @@ class Client:
         flights = self._flights.pop(flight_id, None)
         if flights is None:
             return
-        _remember(self._failed, flight_id, None)
+        remember(self._failed, flight_id, None)
         if tell:
             group, stream, sequence = flight_id
             text = f"{self.who} gave it up: {error.what}"
@@ -210,7 +211,7 @@ class Client:
         """Fail every flight of a group."""
         for flight_id in [flight_id for flight_id in self._flights if flight_id[0] == group]:
             flight = self._flights[flight_id][0]
-            self.fail(flight_id, _named(error, flight, self.who), tell)
+            self.fail(flight_id, named(error, flight, self.who), tell)
 
     def flight(self, flight_id: FlightId) -> Flight | None:
         """Return the flight of this rank's own operation (an uplink looks up where its sum goes)."""
@@ -223,9 +224,8 @@ class Client:
         """Fail everything that is under way; later flights fail at once."""
         self.closed = error
         for flight_id in list(self._flights):
-            flights = self._flights.get(flight_id)
-            if flights:
-                self.fail(flight_id, _named(error, flights[0], self.who))
+            if flights := self._flights.get(flight_id):
+                self.fail(flight_id, named(error, flights[0], self.who))
 
     # ---- what links report
 
@@ -288,7 +288,7 @@ class Client:
         match message:
             case control.Failed():
                 cls = BY_NAME.get(message.error, BytePSError)
-                hint = message.hint or _HINTS.get(cls, "")
+                hint = message.hint or HINTS.get(cls, "")
                 error = cls(message.text, hint=hint, server=link.address)
                 if message.sequence < 0:
                     self.break_group(message.group, error)
@@ -296,16 +296,16 @@ class Client:
                     flight_id = (message.group, message.stream, message.sequence)
                     flights = self._flights.get(flight_id)
                     if flights:
-                        self.fail(flight_id, _named(error, flights[0], self.who))
+                        self.fail(flight_id, named(error, flights[0], self.who))
                     elif flight_id not in self._failed:
-                        _remember(self._foretold, flight_id, error)
+                        remember(self._foretold, flight_id, error)
             case control.Waiting(group, stream, sequence, missing):
                 for flight in self._flights.get((group, stream, sequence), ()):
                     flight.missing = missing
                     if time.monotonic() - flight.started_s >= self._stall_warning_s:
                         log.warning(
                             "%s: %s has been waiting for %.0f s%s", self.who, flight.label,
-                            time.monotonic() - flight.started_s, _missing_text(flight),
+                            time.monotonic() - flight.started_s, missing_text(flight),
                         )  # fmt: skip
             case _:
                 raise ProtocolError(f"{link.address} sent a {type(message).__name__}, which only ranks send")
@@ -322,7 +322,7 @@ class Client:
         if not link.leaving:
             self.on_lost(link, error)
         for task in list(link.tasks.values()):
-            self.fail(task.flight.id, _named(error, task.flight, self.who))
+            self.fail(task.flight.id, named(error, task.flight, self.who))
 
     # ---- clocks
 
@@ -347,7 +347,7 @@ class Client:
 
     def _timeout(self, flight: Flight, now_s: float) -> BytePSError:
         return OperationTimeout(
-            f"{flight.label} #{flight.id[2]} Timed out after {now_s - flight.started_s:.1f} s{_missing_text(flight)}",
+            f"{flight.label} #{flight.id[2]} Timed out after {now_s - flight.started_s:.1f} s{missing_text(flight)}",
             hint="see whether that rank is stuck or slow; the limit is the `timeout` of the process group",
             rank=self.who,
             group=flight.group.name,
@@ -375,27 +375,3 @@ class Client:
             if link.ready:
                 link.ping()
         self.reactor.call_later(timeout_s / 5, self._heartbeat)
-
-
-_HINTS: dict[type[BytePSError], str] = {
-    MismatchError: "all ranks of a group must call the same collectives in the same order with the same sizes",
-    PeerLostError: "look at that rank's own output for the first error",
-    ClosedError: "",
-}
-
-
-def _remember(memory: dict[FlightId, _V], flight_id: FlightId, value: _V) -> None:
-    memory[flight_id] = value
-    if len(memory) > _REMEMBERED:
-        del memory[next(iter(memory))]
-
-
-def _missing_text(flight: Flight) -> str:
-    if not flight.missing:
-        return ""
-    kind = "nodes" if flight.group.by_node else "ranks"
-    return f", waiting for {kind} {', '.join(map(str, flight.missing))}"
-
-
-def _named(error: BytePSError, flight: Flight, who: str) -> BytePSError:
-    return error.with_facts(rank=who, group=flight.group.name, operation=f"{flight.label} #{flight.id[2]}")

@@ -96,7 +96,9 @@ def _plan_reduce(group: Group, flight: Flight, operation: Operation, plane: Plan
 
 def _plan_relay(group: Group, flight: Flight, operation: Operation, plane: Plane, home: int) -> bool:
     touched = False
-    for frame, pieces in ((PUSH, operation.pushes), (PULL, operation.pulls)):
+    # Pulls first and without credit: what they bring was pushed within another rank's credit. Behind this rank's own
+    # pushes, which wait for the others' pulls, they would make all ranks wait for each other.
+    for frame, pieces in ((PULL, operation.pulls), (PUSH, operation.pushes)):
         for block, memory in pieces:
             total = memory.nbytes
             parts = cut(total, _relay_partition(group, total))
@@ -119,7 +121,7 @@ def _plan_relay(group: Group, flight: Flight, operation: Operation, plane: Plane
                         piece if push and nbytes else None,
                         None if push else piece,
                         header[5:10],
-                        nbytes,
+                        nbytes if push else 0,
                     )
                 )
     return touched
@@ -206,7 +208,7 @@ def plan_other_parts(group: Group, flight: Flight, operation: Operation, stream:
                 piece if sending else None,
                 None if sending else piece,
                 header[5:10],
-                nbytes,
+                nbytes if sending else 0,
             )
         )
     return tasks

@@ -3,7 +3,8 @@
     byteps server --host 10.0.0.7 --port 4711            long-lived; BYTEPS_SERVERS=10.0.0.7:4711 at the workers
     byteps server --rdzv-endpoint 10.0.0.1:29400 --rdzv-id job1       finds the job; BYTEPS_NUM_SERVERS=k there
 
-SIGTERM (or Ctrl-C) drains: what is owed is still sent, then it exits 0. A second one ends it at once.
+SIGTERM (or Ctrl-C) drains: nobody new is accepted, who is connected may finish for --drain-timeout seconds and is then
+told, and it exits 0. A second one ends it at once. Wrong settings exit with 2, a job that was never found with 1.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import select
 import signal
 import sys
-import time
 import uuid
 from types import FrameType
 
@@ -31,8 +31,6 @@ from torch_bps.wire import announcement
 
 log = logging.getLogger("torch_bps.server")
 
-DRAIN_TIMEOUT_S = 10.0
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
@@ -45,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="torchrun's: find the job there")
     p.add_argument("--rdzv-id", default="none", metavar="ID", help="torchrun's --rdzv-id (its default: none)")
     p.add_argument("--rdzv-timeout", type=float, default=600.0, metavar="S", help="how long to look for the job")
+    p.add_argument("--drain-timeout", type=float, default=10.0, metavar="S", help="how long SIGTERM lets ranks finish")
     p.add_argument("--threads", type=int, default=0, help="engine threads (default: BYTEPS_SERVER_ENGINE_THREAD)")
     p.add_argument("--verbose", action="store_true", help="log at DEBUG")
     p.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # end with this process (co-located)
@@ -58,13 +57,16 @@ class Server:
     def __init__(self, options: argparse.Namespace, config: Config) -> None:
         self.options = options
         self.reactor = EpollReactor("byteps-io-0")
-        self._draining_since_s = 0.0
+        self._draining = False
+        self._signalled = False
         self._running = True
         self._ended = False
+        self._exit_code = 0
+        _check(options)
         endpoint = _endpoint(options.rdzv_endpoint)
         host = options.host or (topology.interface_address(config.interface) if config.interface else "")
         if not host:
-            host = topology.address_towards(*endpoint) if endpoint else "127.0.0.1"
+            host = _address_towards(*endpoint) if endpoint else "127.0.0.1"
         name = uuid.uuid4().hex
         self._arena = Arena(config.shared_memory_bytes)
         node = topology.node_identity(config.node_id)
@@ -114,7 +116,7 @@ class Server:
                 self._endpoint,
                 options.rdzv_id,
                 announcement.encode(self.announcement),
-                lambda reason: self.reactor.call(self._drain, reason),
+                lambda reason, failed: self.reactor.call(self._gone, reason, failed),
                 options.rdzv_timeout,
             )
         log.info("server %s ready at %s (also %s)", self.service.name[:8], self.announcement.address,
@@ -127,7 +129,7 @@ class Server:
         if announcer is not None:
             announcer.stop()
         self.close()
-        return 0
+        return self._exit_code
 
     def close(self) -> None:
         """Close everything."""
@@ -143,21 +145,35 @@ class Server:
     # ---- the end
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.reactor.call(self._drain, signal.Signals(number).name)
+        self.reactor.call(self._told, signal.Signals(number).name)
+
+    def _told(self, reason: str) -> None:
+        if self._signalled:
+            log.info("ending at once: a second %s", reason)
+            self._running = False
+        self._signalled = True
+        self._drain(reason)
+
+    def _gone(self, reason: str, failed: bool) -> None:
+        """The job's store has gone, or (`failed`) was never found."""
+        if failed:
+            log.error("%s", reason)
+            self._exit_code = 1
+        self._drain(reason)
 
     def _drain(self, reason: str) -> None:
-        if self._draining_since_s:
-            log.info("ending at once: %s", reason)
-            self._running = False
+        if self._draining:
             return
-        self._draining_since_s = time.monotonic()
+        self._draining = True
         log.info("draining: %s", reason)
-        self.reactor.call_later(DRAIN_TIMEOUT_S, self._end)
+        for listener in self._listeners:
+            listener.close()
+        self.reactor.call_later(self.options.drain_timeout, self._end)
         self._look()
 
     def _look(self) -> None:
         """While draining: end as soon as nobody is connected any more."""
-        if self._draining_since_s and not self.service.membership.processes:
+        if self._draining and not self.service.membership.processes:
             self.reactor.call_later(0.05, self._end)  # the last Bye is still on its way out
 
     def _end(self) -> None:
@@ -196,13 +212,31 @@ class Server:
             self.reactor.call_later(0.5, lambda: self._poll_parent(pid))
 
 
+def _check(options: argparse.Namespace) -> None:
+    for option, value, low, high in (
+        ("--port", options.port, 0, 65534),  # PORT+1 is for data
+        ("--threads", options.threads, 0, 64),
+        ("--rdzv-timeout", options.rdzv_timeout, 0, 1e9),
+        ("--drain-timeout", options.drain_timeout, 0, 1e9),
+    ):
+        if not low <= value <= high:
+            raise ConfigError(f"{option} {value} is out of range", hint=f"allowed: {low} to {high:g}")
+
+
+def _address_towards(host: str, port: int) -> str:
+    try:
+        return topology.address_towards(host, port)
+    except ConfigError as error:
+        raise ConfigError(error.what, hint="check --rdzv-endpoint") from None
+
+
 def _endpoint(text: str) -> tuple[str, int] | None:
     if not text:
         return None
     try:
         return topology.split_address(text)
     except ValueError as error:
-        raise ConfigError(f"--rdzv-endpoint {text!r} is no HOST:PORT ({error})") from None
+        raise ConfigError(f"--rdzv-endpoint: {error}", hint="give the one that torchrun has") from None
 
 
 def main(arguments: list[str] | None = None) -> int:

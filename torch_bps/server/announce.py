@@ -12,18 +12,24 @@ The address goes under "byteps/server/{i}", i from the counter "byteps/servers";
 from __future__ import annotations
 
 import logging
+import select
+import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch_bps.config import quiet_torch
 from torch_bps.errors import ConfigError
+from torch_bps.topology import join_address
 from torch_bps.wire import announcement
 
 log = logging.getLogger("torch_bps.server")
 
-_POLL_S = 0.5
-_GONE_AFTER_S = 5.0
+_POLL_S = 0.2
+_SAY_EVERY_S = 5.0
+_CONNECT_TIMEOUT_S = 2.0
 
 
 class Announcer:
@@ -33,56 +39,86 @@ class Announcer:
         endpoint: "host:port" of torchrun's --rdzv-endpoint (or MASTER_ADDR:MASTER_PORT).
         run_id: torchrun's --rdzv-id.
         text: what to write (wire.announcement).
-        on_gone: called once, in this thread, when a store that was there has gone: the job has ended.
-        timeout_s: give up (and call on_gone) when no store was found for so long.
+        on_gone: called once, in this thread: `on_gone(reason, failed)`. Not failed: a store that was there has gone,
+            so the job has ended.
+        timeout_s: give up when no store was found for so long.
     """
 
-    def __init__(self, endpoint: tuple[str, int], run_id: str, text: str, on_gone: Any, timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: tuple[str, int],
+        run_id: str,
+        text: str,
+        on_gone: Callable[[str, bool], None],
+        timeout_s: float,
+    ) -> None:
         self._endpoint = endpoint
         self._run_id = run_id
         self._text = text
         self._on_gone = on_gone
         self._timeout_s = timeout_s
-        self._stop = threading.Event()
+        self._give_up_s = time.monotonic() + timeout_s
+        self._stopped, self._stop = socket.socketpair()
         self._written: set[tuple[str, int]] = set()
         self._thread = threading.Thread(target=self._run, name="byteps-announce", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End and join the thread."""
-        self._stop.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(10.0)
+        self._stop.close()
+        self._thread.join(10.0)
 
     def _run(self) -> None:
-        reason = f"no job's store at {self._endpoint[0]}:{self._endpoint[1]} within {self._timeout_s:g} s"
+        where = join_address(*self._endpoint)
         try:
-            give_up_s = time.monotonic() + self._timeout_s
-            store: Any = None
-            said_s = time.monotonic()
-            while not self._stop.wait(_POLL_S):
-                now_s = time.monotonic()
-                if store is None:
-                    store = _connect(*self._endpoint)
-                    if store is None and now_s > give_up_s:
-                        break
-                    if store is None and now_s - said_s > 5.0:
-                        said_s = now_s
-                        log.info("waiting for a store at %s:%s", *self._endpoint)
-                    if store is not None:
-                        log.info("found a store at %s:%s", *self._endpoint)
-                    continue
-                try:
-                    self._announce(store)
-                except RuntimeError as error:  # torch's DistError and its kin: the store has gone
-                    reason = f"the store at {self._endpoint[0]}:{self._endpoint[1]} has gone ({_first_line(error)})"
-                    break
-            else:
+            line = self._find(where)
+            if line is None:
                 return
+            with line:
+                told = self._serve(line)
+            if not told:
+                self._on_gone(f"the store at {where} has gone", False)
+        except TimeoutError as error:
+            self._on_gone(str(error), True)
         except Exception as error:
             log.exception("the announcer failed")
-            reason = str(error)
-        self._on_gone(reason)
+            self._on_gone(f"the announcer failed: {error}", True)
+        finally:
+            self._stopped.close()
+
+    def _find(self, where: str) -> socket.socket | None:
+        """Wait for somebody to listen at the endpoint; returns a connection, None when told to stop."""
+        said_s = time.monotonic()
+        while (line := _dial(*self._endpoint)) is None:
+            now_s = time.monotonic()
+            if now_s > self._give_up_s:
+                raise TimeoutError(f"no job's store at {where} within {self._timeout_s:g} s")
+            if now_s - said_s > _SAY_EVERY_S:
+                said_s = now_s
+                log.info("waiting for a store at %s", where)
+            if select.select([self._stopped], [], [], _POLL_S)[0]:
+                return None
+        return line
+
+    def _serve(self, line: socket.socket) -> bool:
+        """Announce to each new round until the store has gone; returns whether it was told to stop instead.
+
+        `line` is a connection that nothing is said on: its end is the store's. A call that fails may be a slow store.
+        """
+        store = None
+        while True:
+            ready, _, _ = select.select([self._stopped, line], [], [], _POLL_S)
+            if ready:
+                return self._stopped in ready
+            try:
+                store = store or _store(*self._endpoint)
+                if store is not None:
+                    self._announce(store)
+                elif not self._written and time.monotonic() > self._give_up_s:
+                    raise TimeoutError(f"what listens at {join_address(*self._endpoint)} is no torch Store")
+            except RuntimeError as error:  # torch's DistError and its kin
+                log.debug("a store failed: %s", error)
+                store = None
 
     def _announce(self, store: Any) -> None:
         """Write the address to the endpoint's store and to the store that its newest rendezvous round names."""
@@ -101,30 +137,47 @@ class Announcer:
                 continue
             if target is None:
                 # a name such as "localhost" may only mean something on rank 0's machine, which is the endpoint's
-                target = _connect(*address) or _connect(self._endpoint[0], address[1])
+                target = _store(*address) or _store(self._endpoint[0], address[1])
             if target is None:
                 continue
             number = target.add(announcement.COUNTER, 1) - 1
             target.set(announcement.key(number), self._text)
             self._written.add(address)
             log.info("announced at %s:%s as server %d", *address, number)
+            if len(targets) == 1:
+                log.info("no round of --rdzv-id %s there: right for a static rendezvous, else waiting", self._run_id)
 
 
-def _connect(host: str, port: int) -> Any:
+def _dial(host: str, port: int) -> socket.socket | None:
+    """Return a connection, None if nobody listens there."""
+    try:
+        line = socket.create_connection((host, port), _CONNECT_TIMEOUT_S)
+    except OSError:
+        return None
+    if line.getsockname() == line.getpeername():  # the kernel chose the very port that we asked for: nobody listens
+        line.close()
+        return None
+    return line
+
+
+def _store(host: str, port: int) -> Any:
+    """Return a client of the store there, None if there is none."""
     from torch._C import _distributed_c10d as c10d
 
+    line = _dial(host, port)  # torch would take two seconds to say that nobody listens
+    if line is None:
+        return None
+    line.close()
     try:
-        return c10d.TCPStore(host, port, None, False, timeout=timedelta(seconds=2), wait_for_workers=False)
+        timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
+        return c10d.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
     except RuntimeError:
         return None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def require_torch() -> None:
-    """Raise ConfigError when torch is missing: --rdzv-endpoint needs it."""
+    """Import torch. Raises ConfigError when it is missing: --rdzv-endpoint needs it."""
+    quiet_torch()
     try:
         import torch.distributed  # noqa: F401
     except ImportError as error:
