@@ -62,9 +62,9 @@ def test_register_is_quick_and_may_be_repeated():
     best_s = 1.0
     for _ in range(10):
         dist.Backend._plugins.pop("BYTEPS", None)
-        began = time.perf_counter()
+        began = time.thread_time()
         _autoload.register()
-        best_s = min(best_s, time.perf_counter() - began)
+        best_s = min(best_s, time.thread_time() - began)
     assert best_s < 1e-3
     _autoload.register()
     assert dist.Backend._plugins.keys() == plugins.keys() | {"BYTEPS"}

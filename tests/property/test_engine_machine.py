@@ -230,7 +230,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert all(frame.answer or frame.header.frame == DECLARE for frame in operation.sent)
         for group, members in self.ledger.present.items():
             waiting = [frame for frame in self.ledger.open_frames() if frame.header.group == group]
-            assert [frame for frame in waiting if frame.header.op != ops.SEND] == [], "somebody waits in vain"
+            waiting = [frame for frame in waiting if frame.header.op != ops.SEND]
+            assert not waiting, f"somebody waits in vain: {waiting}"
             for index in sorted(members):
                 self.leave_one(group, index, None)
         self.settle()

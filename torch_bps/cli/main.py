@@ -17,7 +17,7 @@ commands:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if command == "server":
         from torch_bps.server.__main__ import main as server_main
 
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0
-    print(f"byteps: unknown command {command!r}\n\n{_USAGE}", end="", file=sys.stderr)
+    print(f"byteps: unknown command {command!r}\n\n{_USAGE}" if command else _USAGE, end="", file=sys.stderr)
     return 2
 
 

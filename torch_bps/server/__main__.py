@@ -35,7 +35,9 @@ log = logging.getLogger("torch_bps.server")
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(
-        prog="byteps server", description="Run a summation server: it adds what the ranks push and sends the sums back."
+        prog="byteps server",
+        description="Run a summation server: it adds what the ranks push and sends the sums back.",
+        epilog="At the workers: BYTEPS_SERVERS=HOST:PORT,... or, with --rdzv-endpoint, BYTEPS_NUM_SERVERS=k.",
     )
     p.add_argument("--host", default="", help="address or name to listen at (default: the one that reaches the "
                    "rendezvous, else 127.0.0.1; 0.0.0.0 or :: for all)")  # fmt: skip

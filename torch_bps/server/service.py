@@ -185,7 +185,7 @@ class Service:
             case control.Bye(reason):
                 self._bye(process, reason)
             case _:
-                raise ProtocolError(f"{process} sent a {type(message).__name__}, which only services send")
+                raise ProtocolError(f"{process} sent a {type(message).__name__}, which has no place here")
 
     def _join(self, process: Process, message: control.Join) -> None:
         if message.uplink and self._uplink is None:
