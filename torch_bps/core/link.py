@@ -227,12 +227,15 @@ class Link:
         """Any channel's end is the link's end."""
         if self.closed is not None:
             return
-        if isinstance(error, BytePSError):
+        if isinstance(error, BytePSError) and not isinstance(error, PeerLostError):
             self.close(error.with_facts(server=self.address))
             return
         what = "the connection to" if self.ready else "cannot connect to"
-        why = str(error) if error is not None else "it was closed by the other side"
-        self.close(PeerLostError(f"{what} {self.name}: {why}", server=self.address))
+        if isinstance(error, PeerLostError):
+            why, hint = error.what, error.hint
+        else:
+            why, hint = str(error) if error is not None else "it was closed by the other side", ""
+        self.close(PeerLostError(f"{what} {self.name}: {why}", hint=hint, server=self.address))
 
     # ---- coming up
 

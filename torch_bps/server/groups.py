@@ -79,10 +79,11 @@ class Group:
         self.present.add(index)
 
     def gone(self, by_node: bool) -> set[int]:
-        """Return the contributors that have left: members, or nodes of which no member is present."""
-        if not by_node:
-            return self.left
-        return {self.nodes[index] for index in self.left} - {self.nodes[index] for index in self.present}
+        """Return the contributors of which no more statements come: members that left, and the nodes they were on.
+
+        (A rank ends an operation of its node only when the whole node's sum was answered.)
+        """
+        return {self.nodes[index] for index in self.left} if by_node else self.left
 
     def rank_of(self, contributor: int, by_node: bool = False) -> int:
         """Return the number of a contributor for people: a member's rank, or the node."""
