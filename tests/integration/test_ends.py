@@ -202,6 +202,25 @@ def test_ranks_that_disagree_are_told_each_others_view(mode: str, what: str) -> 
         assert any(line.startswith("  operation: ") for line in views)  # its own view, if it came last
 
 
+def mismatch_and_on(rank: int, world_size: int) -> float:
+    dist.init_process_group("byteps", timeout=timedelta(seconds=20))
+    for size in (3_000_000, 1000):
+        with pytest.raises(MismatchError):
+            dist.all_reduce(torch.ones(size + rank))
+    tensor = torch.ones(2_000_000)
+    for _ in range(3):
+        dist.all_reduce(tensor)
+    dist.barrier()
+    dist.destroy_process_group()
+    return float(tensor.sum())
+
+
+@modes
+def test_a_group_still_works_after_a_disagreement(mode: str) -> None:
+    for result in run_ranks(mismatch_and_on, 3, env=MODES[mode]):
+        assert result.value == 27 * 2_000_000
+
+
 def late(rank: int, world_size: int) -> str:
     dist.init_process_group("byteps", timeout=timedelta(seconds=1.5))
     if rank == 1:

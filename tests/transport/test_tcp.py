@@ -216,6 +216,38 @@ def test_a_reset_is_a_loss(rig: Rig, stranger: socket.socket) -> None:
     assert "reset" in str(far.log.closed[0])
 
 
+def test_the_last_words_of_a_peer_are_heard_before_its_reset(rig: Rig) -> None:
+    near, far = rig.pair()
+    send(rig, near, b"unread")
+    expected = send(rig, far, b"I end because ...")
+    far.channel.close()  # with input that it has not read: the kernel sends a reset
+    near.channel.send(Header(PUSH))  # fails, before the last words were read
+    near.channel.send(Header(PUSH, nbytes=3), rig.sent.buffer(b"abc"))
+    rig.until_closed(near, far)
+    assert near.log.frames == [expected]
+    assert isinstance(near.log.closed[0], PeerLostError)
+
+
+def test_an_end_waits_while_the_peer_takes_something_and_is_a_loss_when_it_does_not(rig: Rig) -> None:
+    near, far = rig.pair()
+    buffer = rig.sent.buffer(bytearray(1 << 20)).retain(63)
+    for _ in range(64):
+        near.channel.send(Header(PUSH, nbytes=1 << 20), buffer)
+    near.channel.close_when_sent()
+    for _ in range(2):
+        before = near.channel.queued_nbytes
+        rig.until(lambda: near.channel.queued_nbytes < before, "the peer takes some")  # noqa: B023
+        near.channel._end_is_late(before)  # type: ignore[attr-defined]
+        rig.step()
+        assert near.log.closed == []
+    assert near.channel.queued_nbytes > 0
+    near.channel._end_is_late(near.channel.queued_nbytes)  # type: ignore[attr-defined]
+    rig.until_closed(near, far)
+    assert isinstance(near.log.closed[0], PeerLostError)
+    assert "bytes are left" in str(near.log.closed[0])
+    assert isinstance(far.log.closed[0], PeerLostError)
+
+
 # ---- sockets
 
 

@@ -172,7 +172,7 @@ class Client:
 
     def _end(self, flight: Flight, error: BytePSError | None) -> None:
         flights = self._flights.get(flight.id)
-        if flights is not None:
+        if flights is not None and flight in flights:  # not, if it was refused at its start
             flights.remove(flight)
             if not flights:
                 del self._flights[flight.id]

@@ -63,6 +63,7 @@ class StreamChannel:
         self._said_end = False
         self._watching_out = False
         self._end_timer: Timer | None = None
+        self._send_error: OSError | None = None  # the peer takes no more
         self._ahead = memoryview(bytearray(READ_AHEAD_NBYTES))
         self._start = 0
         self._end = 0
@@ -96,7 +97,7 @@ class StreamChannel:
 
     def send(self, header: Header, buffer: Buffer | None = None) -> None:
         """Send one frame (transport.base.Channel)."""
-        if self._closed or self._ending:
+        if self._closed or self._ending or self._send_error is not None:
             if buffer is not None:
                 buffer.release()
             return
@@ -117,7 +118,7 @@ class StreamChannel:
         except OSError as error:
             if buffer is not None:
                 buffer.release()
-            self.close(self._lost(error))
+            self._send_failed(error)
             return
         size = len(prefix)
         if sent < size:
@@ -149,7 +150,7 @@ class StreamChannel:
             except BlockingIOError:
                 break
             except OSError as error:
-                self.close(self._lost(error))
+                self._send_failed(error)
                 return
             self.queued_nbytes -= sent
             while queue and sent >= queue[0].view.nbytes:
@@ -163,6 +164,25 @@ class StreamChannel:
         self._watch_out(bool(queue))
         if self._ending and not queue:
             self._say_end()
+
+    def _send_failed(self, error: OSError) -> None:
+        """Send no more, but read what the peer said before it went: it may say why."""
+        self._send_error = error
+        self._drop_queue()
+        self._watch_out(False)
+        self._reactor.call(self._hear_out, error)
+
+    def _hear_out(self, error: OSError) -> None:
+        if not self._closed:
+            self._on_events(select.EPOLLIN)
+        self.close(self._lost(error))
+
+    def _drop_queue(self) -> None:
+        queue, self._queue = self._queue, deque()
+        for segment in queue:
+            if segment.buffer is not None:
+                segment.buffer.release()
+        self.queued_nbytes = 0
 
     def _sendmsg(self, views: list[memoryview], fd: int) -> int:
         assert self._sock is not None
@@ -272,7 +292,9 @@ class StreamChannel:
     # ---- the end
 
     def _peer_ended(self) -> None:
-        if self._ending:
+        if self._send_error is not None:
+            self.close(self._lost(self._send_error))
+        elif self._ending:
             self.close(None)
         elif self._payload is not None or self._end:
             self.close(PeerLostError(f"the connection to {self.peer} ended within a frame"))
@@ -290,7 +312,21 @@ class StreamChannel:
         if self._is_open and not self._queue:
             self._say_end()
         if not self._closed:
-            self._end_timer = self._reactor.call_later(_END_TIMEOUT_S, lambda: self.close(None))
+            self._wait_for_end()
+
+    def _wait_for_end(self) -> None:
+        queued_nbytes = self.queued_nbytes
+        self._end_timer = self._reactor.call_later(_END_TIMEOUT_S, lambda: self._end_is_late(queued_nbytes))
+
+    def _end_is_late(self, before_nbytes: int) -> None:
+        """Go on waiting only while the peer takes what is queued."""
+        if self.queued_nbytes < before_nbytes:
+            self._wait_for_end()
+        elif self.queued_nbytes:
+            left = f"{self.queued_nbytes} bytes are left"
+            self.close(PeerLostError(f"{self.peer} took nothing more within {_END_TIMEOUT_S:g} s: {left}"))
+        else:
+            self.close(None)
 
     def _say_end(self) -> None:
         """Tell the peer that no more comes, then wait for its own end: closing now could discard what is under way."""
@@ -320,11 +356,7 @@ class StreamChannel:
             if error is not None:
                 self._cut(self._sock)
             self._sock.close()
-        queue, self._queue = self._queue, deque()
-        for segment in queue:
-            if segment.buffer is not None:
-                segment.buffer.release()
-        self.queued_nbytes = 0
+        self._drop_queue()
         if self._payload is not None:
             self._payload.release()
             self._payload = None
@@ -336,47 +368,3 @@ class StreamChannel:
 
     def _forget(self) -> None:
         """Let go of what the transport itself holds for this channel."""
-
-
-class StreamListener:
-    """Accepts connections on a listening socket; pauses when the process has no descriptor left."""
-
-    def __init__(self, reactor: Reactor, sock: socket.socket, address: str) -> None:
-        self.address = address
-        self._reactor = reactor
-        self._sock = sock
-        self._open = True
-        reactor.add(sock.fileno(), select.EPOLLIN, self._on_events)
-
-    def _on_events(self, events: int) -> None:
-        for _ in range(64):
-            if not self._open:
-                return
-            try:
-                sock, address = self._sock.accept()
-            except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-                return
-            except OSError:  # no descriptors, no memory: looking again at once would spin
-                self._reactor.modify(self._sock.fileno(), 0)
-                self._reactor.call_later(0.1, self._resume)
-                return
-            sock.setblocking(False)
-            try:
-                self._accepted(sock, address)
-            except Exception:
-                log.exception("%s: accepting a connection failed", self.address)
-                sock.close()
-
-    def _accepted(self, sock: socket.socket, address: object) -> None:
-        raise NotImplementedError
-
-    def _resume(self) -> None:
-        if self._open:
-            self._reactor.modify(self._sock.fileno(), select.EPOLLIN)
-
-    def close(self) -> None:
-        """Accept no more."""
-        if self._open:
-            self._open = False
-            self._reactor.remove(self._sock.fileno())
-            self._sock.close()

@@ -13,7 +13,8 @@ from typing import Any, Final
 from torch_bps.errors import ConfigError, PeerLostError
 from torch_bps.topology import join_address, split_address
 from torch_bps.transport.base import Channel, Handler, Memory, Reactor, Timer
-from torch_bps.transport.stream import StreamChannel, StreamListener
+from torch_bps.transport.stream import StreamChannel
+from torch_bps.transport.stream_listener import StreamListener
 
 _CONNECT_TIMEOUT_S: Final = 10.0
 _BACKLOG: Final = 1024
