@@ -116,7 +116,10 @@ class Client:
     def _submit(self, flight: Flight, tasks: list[Task]) -> None:
         submit = self._scheduler.submit
         for task in tasks:
-            submit(flight, flight.priority, task.credit_nbytes, task)
+            if task.credit_nbytes:
+                submit(flight, flight.priority, task.credit_nbytes, task)
+            else:
+                self._issue(task)  # never behind pushes that may be waiting for it
         self._pump()
 
     def _pump(self) -> None:
@@ -162,7 +165,8 @@ class Client:
     def _complete(self, task: Task) -> None:
         flight = task.flight
         self.traffic.results += 1
-        self._scheduler.done(task.credit_nbytes)
+        if task.credit_nbytes:
+            self._scheduler.done(task.credit_nbytes)
         del task.link.tasks[task.key]
         flight.outstanding.discard(task)
         flight.remaining -= 1

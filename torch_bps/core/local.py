@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torch_bps.core.client import Client
     from torch_bps.server.slots import Slot
 
-_AHEAD = 1 << 20
-"""Sums go up before anything else, and without credit: the pushes that they came from hold some until they are back."""
-
 
 class NodeUplink:
     """Pushes a node's sums on to the servers. Thread safety: the reactor's thread."""
@@ -56,7 +53,7 @@ class NodeUplink:
             else:
                 service.uplink_failed(slot, error)
 
-        flight = Flight(own.group, own.id, own.label, own.priority - _AHEAD, done)
+        flight = Flight(own.group, own.id, own.label, own.priority, done)
         flight.deadline_s = own.deadline_s
         flight.homes = [home]
         result = slot.result
@@ -65,6 +62,7 @@ class NodeUplink:
         flags = BY_NODE | (WANT if want else 0) | (ACC32 if slot.keep32 else 0) | (HOME if server is home else 0)
         up = header._replace(frame=PUSH, flags=flags, nbytes=nbytes)
         into = memoryview(b"") if push is None else push[: slot.nbytes]
+        # without credit: the pushes that it came from hold some until it is back
         flight.tasks.append(Task(flight, server, up, push, into if want else None, slot.key, 0))
         if server is not home and block == 0 and part == 0:
             raise AssertionError(f"part 0 of {ops.ROWS[header.op].name} is not at its home")

@@ -167,9 +167,9 @@ class Server:
         if self._draining:
             return
         self._draining = True
-        log.info("draining: %s", reason)
         for listener in self._listeners:
             listener.close()
+        log.info("draining: %s", reason)
         self.reactor.call_later(self.options.drain_timeout, self._end)
         self._look()
 

@@ -308,9 +308,14 @@ class Engine:
                 self._answer_pushes(slot, out)
 
     def _answer_pushes(self, slot: Slot, out: list[Instruction]) -> None:
-        result, done = slot.result_header(), slot.result_header(DONE)
+        result = done = slot.result_header()
         for origin, flags in slot.pushes.values():
-            out.append(Send(slot, origin, result) if flags & WANT else Done(origin, done))
+            if flags & WANT:
+                out.append(Send(slot, origin, result))
+                continue
+            if done is result:
+                done = slot.result_header(DONE)
+            out.append(Done(origin, done))
         self._operations.finish(slot, out)
 
     def _finish_relay(self, slot: Slot, out: list[Instruction]) -> None:

@@ -119,12 +119,15 @@ class Service:
         self.execute(self.engine.uplink_failed(slot, type(error).__name__, str(error)))
 
     def end(self, text: str) -> None:
-        """Tell every process that this service ends, and close their channels once that is sent."""
+        """Tell every process that this service ends."""
         for process in list(self.membership.processes.values()):
             self.membership.remove(process)
-            process.send(control.Bye(text))
-            for channel in process.channels:
-                channel.close_when_sent()
+            self._take_leave(process, text)
+
+    def _take_leave(self, process: Process, text: str = "") -> None:
+        """Say Bye. The lanes are the peer's to close: their end could overtake the Bye and look like a loss."""
+        process.send(control.Bye(text))
+        process.control.close_when_sent()
 
     def cut(self) -> None:
         """Close what is still open."""
@@ -211,9 +214,7 @@ class Service:
             error = "PeerLostError" if reason else None
             self.execute(self.engine.leave(group, index, error, f"{process} ended: {reason}"))
         self.membership.remove(process)
-        process.send(control.Bye())
-        for channel in process.channels:
-            channel.close_when_sent()
+        self._take_leave(process)
         self.on_change()
 
     def lost(self, process: Process, text: str) -> None:
