@@ -314,13 +314,13 @@ def test_a_settled_operation_outlives_a_clean_leave() -> None:
 
 def test_a_node_is_gone_when_one_of_its_members_is() -> None:
     ledger = Ledger()
-    ledger.join(1, 3, nodes=[0, 1, 1])
+    ledger.join(1, 3, nodes=[1, 0, 0])
     push = head(PUSH, ops.ALL_REDUCE, flags=BY_NODE | WANT)
     complete = [ledger.send(0, push), ledger.send(1, push)]
     ledger.send(0, push._replace(sequence=1))
-    ledger.leave(1, 1)
+    ledger.leave(1, 2)
     assert all(frame.answer for frame in complete)
-    assert ledger.fails[0].text == "node 1 left the group (it was destroyed there) before all_reduce #1"
+    assert ledger.fails[0].text == "node 0 left the group (it was destroyed there) before all_reduce #1"
     ledger.check_empty()
 
 

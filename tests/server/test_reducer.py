@@ -220,6 +220,16 @@ def test_float32_partial_sums_of_halves(name: str, with_torch: bool) -> None:
     assert_same(as_tensor(result, name), (total / 4).to(inputs[0].dtype))
 
 
+@pytest.mark.parametrize("name", HALVES)
+def test_every_nan_stays_one(name: str, with_torch: bool) -> None:
+    sums = memoryview(bytearray(np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x3F800000], np.uint32).tobytes()))
+    out = memoryview(bytearray(8))
+    accumulator = reducer.Accumulator(code(name), SUM, out)
+    accumulator.fold([sums], True, last=True)
+    accumulator.finish(1)
+    assert as_tensor(out, name).isnan().tolist() == [True, True, True, False]
+
+
 @pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16"])
 def test_nan_and_infinity(name: str) -> None:
     dtype = getattr(torch, name)
