@@ -117,6 +117,7 @@ class Call:
                 timeout_s=self.timeout_s,
                 label=label,
                 on_done=self.on_done,
+                owner=self.keep,
             )
         )
 

@@ -104,7 +104,7 @@ class Client:
         flight.remaining = len(flight.tasks)
         for link, header in flight.declares:
             if link.closed is None:
-                link.send(header, None)
+                link.declare(header)
         if not flight.remaining:
             self._end(flight, None)
             return

@@ -126,6 +126,10 @@ class Link:
         elif buffer is not None:
             buffer.release()
 
+    def declare(self, header: Header) -> None:
+        """Send a DECLARE: on the control channel, since nobody answers it and a Leave must not overtake it."""
+        self._control.send(header, None)
+
     def send_message(self, message: control.Message) -> None:
         """Send a control message."""
         header, payload = control.encode(message)
@@ -234,7 +238,8 @@ class Link:
         if isinstance(error, PeerLostError):
             why, hint = error.what, error.hint
         else:
-            why, hint = str(error) if error is not None else "it was closed by the other side", ""
+            why = str(error) if error is not None else "it was closed by the other side"
+            hint = "look at its own output for the first error; torchrun --max-restarts starts the job over"
         self.close(PeerLostError(f"{what} {self.name}: {why}", hint=hint, server=self.address))
 
     # ---- coming up

@@ -23,6 +23,7 @@ class Operation:
             block beside it (of the same size; it may be the same memory); a pull of a relayed block stands alone.
         label: for messages to people: "all_reduce SUM float32[100]".
         on_done: called once, in the reactor's thread, with None or the error; must be quick and must not raise.
+        owner: what keeps the memory alive; held until no channel reads or writes it, also after a failure.
         peer, tag: the other rank of a point-to-point message (ops.ANY_SOURCE to receive from any).
     """
 
@@ -31,6 +32,7 @@ class Operation:
         "label",
         "on_done",
         "op",
+        "owner",
         "peer",
         "priority",
         "pulls",
@@ -58,6 +60,7 @@ class Operation:
         peer: int = -1,
         tag: int = 0,
         priority: int = 0,
+        owner: object = None,
     ) -> None:
         self.op = op
         self.dtype = dtype
@@ -71,6 +74,7 @@ class Operation:
         self.timeout_s = timeout_s
         self.label = label
         self.on_done = on_done
+        self.owner = owner
         self.sequence = -1
         """set by Group.submit"""
         self.source = -1

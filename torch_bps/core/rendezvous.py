@@ -27,6 +27,7 @@ log = logging.getLogger("torch_bps.core")
 _FIRST_POLL_S = 0.0005
 _LAST_POLL_S = 0.02
 _SAY_EVERY_S = 5.0
+_GRACE_S = 3.0
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -194,6 +195,7 @@ class Rendezvous:
         """Rank r: say hello, return rank 0's plan."""
         text = msgspec.json.encode(member).decode()
         offer = ""
+        self._deadline_s += _GRACE_S  # rank 0 knows why it takes so long, and says so by its own deadline
         poll = _Poll(self._deadline_s)
         while True:
             if self._store.check(["byteps/offer"]):

@@ -21,6 +21,7 @@ from types import FrameType
 from torch_bps import topology
 from torch_bps.config import Config
 from torch_bps.errors import BytePSError, ConfigError
+from torch_bps.server import reducer
 from torch_bps.server.folder import ThreadFolder
 from torch_bps.server.service import Service
 from torch_bps.transport.arena import Arena
@@ -44,8 +45,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--port", type=int, default=0, help="control port (default: any free one); data uses PORT+1")
     p.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="torchrun's: find the job there")
     p.add_argument("--rdzv-id", default="none", metavar="ID", help="torchrun's --rdzv-id (its default: none)")
-    p.add_argument("--rdzv-timeout", type=float, default=600.0, metavar="S", help="how long to look for the job")
-    p.add_argument("--drain-timeout", type=float, default=10.0, metavar="S", help="how long SIGTERM lets ranks finish")
+    p.add_argument(
+        "--rdzv-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="how long to look for the job (default: %(default)g)",
+    )
+    p.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="how long SIGTERM lets ranks finish (default: %(default)g)",
+    )
     p.add_argument("--threads", type=int, default=0, help="engine threads (default: BYTEPS_SERVER_ENGINE_THREAD)")
     p.add_argument("--verbose", action="store_true", help="log at DEBUG")
     p.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)  # end with this process (co-located)
@@ -252,6 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.parent and not options.verbose:
         logging.getLogger().setLevel(logging.WARNING)
     try:
+        reducer.limit_threads()
         config = Config.load()
         server = Server(options, config)
     except BytePSError as error:

@@ -327,7 +327,7 @@ class Mailbox:
         group = self._group
         who = "every other rank" if post.src == ops.ANY_SOURCE else group.name_of(post.src)
         text = (
-            f"{who} left the group (it was destroyed there) before it sent what {group.name_of(dst)} "
+            f"{who} left the group (it ended or destroyed it) before it sent what {group.name_of(dst)} "
             f"waits for (recv #{post.header.sequence})"
         )
         self._fail(dst, post.header, "PeerLostError", text, "", out)
@@ -337,7 +337,7 @@ class Mailbox:
         if slot is None:
             return
         name = self._group.name_of(dst)
-        text = f"{name} left the group (it was destroyed there) before it received send #{message.number}"
+        text = f"{name} left the group (it ended or destroyed it) before it received send #{message.number}"
         self._fail(message.src, slot.header, "PeerLostError", text, "", out)
         out.append(Drop(slot))
 

@@ -69,7 +69,7 @@ class Operations:
         for contributor in group.gone(record.by_node):
             if record.needs_gone(contributor):
                 text = (
-                    f"{group.name_of(contributor, record.by_node)} left the group (it was destroyed there) "
+                    f"{group.name_of(contributor, record.by_node)} left the group (it ended or destroyed it) "
                     f"before {statements.name_of(record.header)}"
                 )
                 self.fail(record, record.concerned(), Failure("PeerLostError", text), out)

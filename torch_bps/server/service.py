@@ -267,7 +267,7 @@ class Service:
         views = [buffer.view for buffer in buffers]
 
         def job() -> None:
-            accumulator.fold(views, slot.acc32)
+            accumulator.fold(views, slot.acc32, last)
             if last:
                 accumulator.finish(slot.divisor)
 
