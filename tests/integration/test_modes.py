@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.integration import jobs
-from tests.integration.rig import Process, RankResult, free_port, run_ranks
+from tests.integration.rig import Process, RankResult, run_ranks
 from tests.netns import NetLab
 
 
@@ -96,14 +97,9 @@ def test_ipv6_only_addresses() -> None:
 @pytest.fixture
 def servers() -> Iterator[list[int]]:
     """Two long-lived servers; yields their ports."""
-    ports = [free_port(), free_port()]
-    started = [
-        Process([sys.executable, "-m", "torch_bps.server", "--host", "127.0.0.1", "--port", str(port)])
-        for port in ports
-    ]
+    started = [Process([sys.executable, "-m", "torch_bps.server", "--host", "127.0.0.1"]) for _ in range(2)]
     try:
-        for process in started:
-            process.wait_for("ready")
+        ports = [int(re.findall(r":(\d+) \(also", process.wait_for("ready at"))[0]) for process in started]
         yield ports
         for process in started:
             process.kill(signal.SIGTERM)

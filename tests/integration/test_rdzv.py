@@ -81,7 +81,7 @@ def test_a_server_finds_the_job_that_starts_later(
 ) -> None:
     port = free_port()
     with server_for(port) as server:
-        server.wait_for("ready")
+        server.wait_for("ready at")
         nodes = run_torchrun(script, nproc=[2], rendezvous=rendezvous, port=port, env={"BYTEPS_NUM_SERVERS": "1"})
         ends_by_itself(server)
     ranks = told(nodes, 2)
@@ -125,7 +125,7 @@ def test_a_server_that_finds_no_job_says_so_and_fails() -> None:
 
 def test_a_server_that_looks_for_a_job_can_be_told_to_end() -> None:
     with server_for(free_port()) as server:
-        server.wait_for("ready")
+        server.wait_for("ready at")
         server.kill(signal.SIGTERM)
         assert server.wait(time.monotonic() + 10) == 0, server.output
 

@@ -44,7 +44,7 @@ class Server(Process):
     def __init__(self, *options: str) -> None:
         super().__init__([sys.executable, "-m", "torch_bps.server", *options], name="server")
         try:
-            line = self.wait_for("ready")
+            line = self.wait_for("ready at")
         except BaseException:
             self.close()
             raise
@@ -426,8 +426,13 @@ def test_the_command_line(arguments: list[str], code: int, words: list[str]) -> 
 
 
 def test_a_fixed_port_has_data_beside_it() -> None:
-    port = free_port()
+    port = next(port for port in iter(free_port, 0) if is_free(port + 1))
     with Server("--host", "127.0.0.1", "--port", str(port)) as server:
         assert (server.control_port, server.data_port) == (port, port + 1)
         server.kill(signal.SIGTERM)
         server.ends()
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0 and port < 65536

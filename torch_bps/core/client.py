@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from torch_bps.core.failures import HINTS, missing_text, named, remember
-from torch_bps.core.flight import Flight, FlightId, Task, answered_key
+from torch_bps.core.flight import Flight, FlightId, Task, TensorBuffer, answered_key
 from torch_bps.core.link import Link
 from torch_bps.core.plan import plan_other_parts
 from torch_bps.core.scheduler import Scheduler
@@ -34,16 +34,6 @@ log = logging.getLogger("torch_bps.core")
 
 _SWEEP_S = 0.2
 _STALL_S = 0.05
-
-
-class _TensorBuffer(Buffer):
-    """The user's memory as a Buffer; `task` keeps the tensors alive while a channel still holds it."""
-
-    __slots__ = ("task",)
-
-    def __init__(self, view: memoryview, task: Task) -> None:
-        super().__init__(view)
-        self.task = task
 
 
 class Client:
@@ -108,7 +98,8 @@ class Client:
         if not flight.remaining:
             self._end(flight, None)
             return
-        self._submit(flight, flight.tasks)
+        tasks, flight.tasks = flight.tasks, []  # else flight and tasks would keep each other, and the tensors, alive
+        self._submit(flight, tasks)
         if not self._sweeping:
             self._sweeping = True
             self.reactor.call_later(_SWEEP_S, self._sweep)
@@ -147,7 +138,7 @@ class Client:
             link.send(task.header, None)
         else:
             self.traffic.pushed(link.transport, push.nbytes)
-            link.send(task.header, _TensorBuffer(push, task))
+            link.send(task.header, TensorBuffer(push, task))
 
     def _check_stall(self) -> None:
         """Nothing came back for a while though tasks wait: let some go beyond the credit (core.scheduler.stalled)."""
@@ -208,6 +199,8 @@ class Client:
         self._scheduler.cancel(flight)
         for task in flight.outstanding:
             del task.link.tasks[task.key]
+            if task.receiving is not None:
+                task.receiving.divert()
             self._scheduler.done(task.credit_nbytes)
         flight.outstanding.clear()
 
@@ -240,7 +233,8 @@ class Client:
             return None
         if task.into.nbytes != header.nbytes:
             raise ProtocolError(f"{link.name} sent {header.nbytes} bytes for {task.into.nbytes} of {task.flight.label}")
-        return _TensorBuffer(task.into, task)
+        task.receiving = buffer = TensorBuffer(task.into, task)
+        return buffer
 
     def on_result(self, link: Link, header: Header, buffer: Buffer | None) -> None:
         """A task's answer is here."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch_bps.core.link import Link
 from torch_bps.core.operation import Operation
 from torch_bps.errors import BytePSError
+from torch_bps.transport.base import Buffer
 from torch_bps.wire.header import DONE, Header, Key, key_of
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Task:
     `key` is what the answer is found by; `credit_nbytes` what it counts while under way.
     """
 
-    __slots__ = ("credit_nbytes", "flight", "header", "into", "key", "link", "push")
+    __slots__ = ("credit_nbytes", "flight", "header", "into", "key", "link", "push", "receiving")
 
     def __init__(
         self,
@@ -59,6 +60,22 @@ class Task:
         self.into = into
         self.key = key
         self.credit_nbytes = credit_nbytes
+        self.receiving: TensorBuffer | None = None
+        """what its result is being received into"""
+
+
+class TensorBuffer(Buffer):
+    """The user's memory as a Buffer; `task` keeps the tensors alive while a channel still holds it."""
+
+    __slots__ = ("task",)
+
+    def __init__(self, view: memoryview, task: Task) -> None:
+        super().__init__(view)
+        self.task = task
+
+    def divert(self) -> None:
+        """Let the rest of a result under way go nowhere: its operation failed, the user may use the tensor again."""
+        self.view = memoryview(bytearray(self.view.nbytes))
 
 
 class Flight:

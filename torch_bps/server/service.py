@@ -281,7 +281,13 @@ class Service:
     def _send(self, instruction: Send) -> None:
         slot, origin, header = instruction
         result = slot.result
-        origin.send(header, result.retain() if result is not None and header.nbytes else None)
+        if result is None or not header.nbytes:
+            origin.send(header)
+        elif result.view.nbytes == header.nbytes:
+            origin.send(header, result.retain())
+        else:  # the memory held a node's float32 sum of a half type, twice the size of the result
+            result.retain()
+            origin.send(header, Buffer(result.view[: header.nbytes], lambda _: result.release()))
 
     def _done(self, instruction: Done) -> None:
         instruction.origin.send(instruction.header)
