@@ -24,11 +24,17 @@ MODES = {
     "tcp": {"BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_TRANSPORT": "tcp"},
 }
 modes = pytest.mark.parametrize("mode", MODES)
+HIERARCHICAL = "hierarchical"  # two nodes, the second of one rank
 
 
-@modes
+def env_of(mode: str, rank: int) -> dict[str, str]:
+    return {"BYTEPS_NODE_ID": str(rank // 2)} if mode == HIERARCHICAL else MODES[mode]
+
+
+@pytest.mark.parametrize("mode", [*MODES, HIERARCHICAL])
 def test_destroy_leaves_nothing_and_may_be_repeated(mode: str) -> None:
-    results = run_ranks(jobs.open_and_destroy, 2, 4, env=MODES[mode])
+    size = 3 if mode == HIERARCHICAL else 2
+    results = run_ranks(jobs.open_and_destroy, size, 4, env=lambda rank: env_of(mode, rank))
     for result in results:
         _first, *after = result.value
         for left in after:

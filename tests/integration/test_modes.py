@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.integration import jobs
 from tests.integration.rig import Process, RankResult, run_ranks
@@ -134,3 +136,16 @@ def test_dedicated_and_colocated_together(servers: list[int]) -> None:
     results = run_ranks(jobs.train, 3, backend="byteps", env=lambda rank: {**env, "BYTEPS_NODE_ID": str(rank)})
     how = check(results)
     assert "3 co-located and 1 dedicated servers" in how
+
+
+def halves(rank: int, world_size: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        for size in (1, 1000, 300_001):
+            for kind, wanted in ((dist.ReduceOp.SUM, 6), (dist.ReduceOp.AVG, 2)):
+                tensor = torch.full((size,), rank + 1.0, dtype=dtype)
+                dist.all_reduce(tensor, kind)
+                assert bool((tensor == wanted).all()), (dtype, size, kind, tensor)
+
+
+def test_half_precision_goes_through_a_nodes_float32_sum() -> None:
+    run_ranks(halves, 3, backend="byteps", env=lambda rank: {"BYTEPS_NODE_ID": str(rank // 2)})

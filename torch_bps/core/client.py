@@ -201,6 +201,7 @@ class Client:
             del task.link.tasks[task.key]
             if task.receiving is not None:
                 task.receiving.divert()
+                task.receiving = None
             self._scheduler.done(task.credit_nbytes)
         flight.outstanding.clear()
 
@@ -245,6 +246,7 @@ class Client:
             self._late(link, header)
             return
         into = task.into
+        task.receiving = None  # they refer to each other
         if into is not None and buffer is not None:
             if buffer.view is not into:
                 if buffer.view.nbytes != into.nbytes:

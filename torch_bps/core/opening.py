@@ -168,8 +168,6 @@ class Opening:
         local_addresses = [
             "inproc://self" if peer == rank else plan.members[peer].local for peer in local_ranks if local
         ]
-        if not local or (plan.mode == "hierarchical" and len(local_ranks) == 1):
-            local_addresses = []
         links = runtime.connector.connect([*local_addresses, *servers], deadline_s, names=names, retry=True)
         local_links, server_links = links[: len(local_addresses)], links[len(local_addresses) :]
 
@@ -183,9 +181,7 @@ class Opening:
         server_plane = Plane(server_links, plan.weights)
         node_plane = Plane(server_links, plan.weights, by_node=True)
         local_plane = Plane(local_links, [1.0] * len(local_links))
-        reduce_plane = {"local": local_plane, "flat": server_plane}.get(plan.mode, local_plane)
-        if plan.mode == "hierarchical" and not local_links:
-            reduce_plane = node_plane
+        reduce_plane = server_plane if plan.mode == "flat" else local_plane
         return Group(
             runtime,
             plan.group,
@@ -194,7 +190,7 @@ class Opening:
             size,
             reduce_plane=reduce_plane,
             relay_plane=local_plane if plan.mode == "local" else server_plane,
-            uplink_plane=node_plane if plan.mode == "hierarchical" and local_links else None,
+            uplink_plane=node_plane if plan.mode == "hierarchical" else None,
             is_local=plan.mode == "local",
             round_length=server_plane.placement.round_length or size,
             partition_bytes=plan.partition_bytes,
