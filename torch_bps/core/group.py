@@ -92,7 +92,7 @@ class Group:
         """
         error = self.closed or self.broken  # before the lock: in a forked child another thread may have held it
         if error is not None:
-            raise error.with_facts(operation=operation.label)
+            raise error.with_facts(rank=self.runtime.client.who, group=self.name, operation=operation.label)
         client = self.runtime.client
         with self._lock:
             if operation.op == ops.SEND:
