@@ -122,7 +122,7 @@ class Engine:
             raise ProtocolError(f"{group.name_of(index)} has no business pulling {header[5:10]}")
         slot = self._slots.get(header[5:10])
         record = group.records.get(header[6:8])
-        if slot is not None and index in slot.pulls and record is not None and record.agrees(header):
+        if slot is not None and record is not None and record.agrees(header) and index in slot.pulls:
             raise ProtocolError(f"{group.name_of(index)} pulls {slot.key} twice")
         record = self._operations.admit(group, index, header, None, out)
         if record is None:
