@@ -34,7 +34,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python benchmarks/startup.py $(ARGS)
 
 docs: setup
 	$(BIN)/python -m torch_bps.config > $(VENV)/settings.md
