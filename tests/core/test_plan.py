@@ -54,17 +54,15 @@ def make_job(mode: str, nodes: list[int], weights: list[float]) -> Job:
     servers: list[Any] = [FakeLink(f"server {index}") for index in range(len(weights))]
     for rank, node in enumerate(nodes):
         here = [link for link, its_node in zip(ranks, nodes, strict=True) if its_node == node]
-        server_plane, node_plane = Plane(servers, weights), Plane(servers, weights, by_node=True)
+        server_plane = Plane(servers, weights)
         local_plane = Plane(here, [1.0] * len(here))
         reduce_plane, relay_plane, uplink_plane = local_plane, server_plane, None
         if mode == "local":
             relay_plane = local_plane
         elif mode == "flat":
             reduce_plane = server_plane
-        elif len(here) == 1:
-            reduce_plane = node_plane
         else:
-            uplink_plane = node_plane
+            uplink_plane = server_plane
         job.groups.append(
             Group(
                 None,  # type: ignore[arg-type]
@@ -248,7 +246,7 @@ def run_reduce(job: Job, flights: list[Flight], slot: tuple[int, int], tasks: li
     assert [rank for rank, _ in tasks] == list(range(job.size)), "somebody does not push"
     engines: dict[int, set[int]] = defaultdict(set)
     for rank, task in tasks:
-        assert bool(task.header.flags & BY_NODE) == job.groups[rank].by_node
+        assert not task.header.flags & BY_NODE
         engines[job.nodes[rank] if job.mode == "hierarchical" else 0].add(id(task.link))
     assert all(len(links) == 1 for links in engines.values()), "the ranks (of a node) do not meet"
     if job.mode == "hierarchical":

@@ -83,6 +83,32 @@ def test_an_exception_on_one_rank_ends_all_with_a_reason(mode: str) -> None:
     assert not results[1].orphans
 
 
+def leave_early(rank: int, world_size: int) -> tuple[float, str]:
+    """Rank 0 destroys its group while the other has begun an operation more."""
+    dist.init_process_group("byteps", timeout=timedelta(seconds=60))
+    dist.all_reduce(torch.ones(1000))
+    text = ""
+    if rank == 0:
+        time.sleep(0.5)  # until the others have begun it
+    else:
+        try:
+            dist.all_reduce(torch.ones(1000))
+        except PeerLostError as error:
+            text = str(error)
+    started = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - started, text
+
+
+@pytest.mark.parametrize("mode", [*MODES, HIERARCHICAL])
+def test_a_rank_that_leaves_early_does_not_wait_and_the_others_are_told(mode: str) -> None:
+    size = 3 if mode == HIERARCHICAL else 2
+    results = run_ranks(leave_early, size, env=lambda rank: env_of(mode, rank))
+    assert results[0].value[0] < 5.0
+    for result in results[1:]:
+        assert "rank 0" in result.value[1]
+
+
 def killed(rank: int, world_size: int) -> str:
     dist.init_process_group("byteps", timeout=timedelta(seconds=60))
     dist.all_reduce(torch.ones(1000))

@@ -168,11 +168,12 @@ def test_missing_and_holds() -> None:
         engine.join(1, size=3, index=index, rank=rank)
     assert engine.missing(1, 0, 0) == []
     assert engine.missing(8, 0, 0) == []
-    assert not engine.holds(1)
+    assert not engine.holds(1, 1)
     engine.push(1, head(PUSH, ops.ALL_REDUCE), object(), None)  # type: ignore[arg-type]
     assert engine.missing(1, 0, 0) == [4, 9]
-    assert engine.holds(1)
-    assert not engine.holds(2)
+    assert engine.holds(1, 1)
+    assert not engine.holds(1, 0)  # it has no part in it yet
+    assert not engine.holds(2, 1)
     assert not engine.is_idle()
     assert engine.describe() == {
         "groups": 1, "members": 3, "operations": 1, "slots": 1, "messages": 0, "receives": 0, "held_nbytes": 400,

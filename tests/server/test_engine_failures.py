@@ -320,7 +320,7 @@ def test_a_node_is_gone_when_one_of_its_members_is() -> None:
     ledger.send(0, push._replace(sequence=1))
     ledger.leave(1, 2)
     assert all(frame.answer for frame in complete)
-    assert ledger.fails[0].text == "node 0 left the group (it ended or destroyed it) before all_reduce #1"
+    assert ledger.fails[0].text == "rank 2 left the group (it ended or destroyed it) before all_reduce #1"
     ledger.check_empty()
 
 

@@ -1,4 +1,4 @@
-"""torch's dtypes and ReduceOps as the codes of wire.dtypes, and which sums exist.
+"""torch's dtypes and ReduceOps as the codes of wire.dtypes.
 
 Called by collectives, before anything is sent.
 """
@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from torch_bps.errors import UnsupportedError
 from torch_bps.wire import dtypes
-from torch_bps.wire.dtypes import DTYPE_BY_NAME, DTYPES, RAW, REDUCE_KINDS
+from torch_bps.wire.dtypes import DTYPES, RAW, REDUCE_KINDS
+from torch_bps.wire.reductions import check
 
 _CODES: Final[dict[torch.dtype, int]] = {
     getattr(torch, dtype.name): dtype.code for dtype in DTYPES if dtype.code != RAW and hasattr(torch, dtype.name)
@@ -30,29 +31,6 @@ _KINDS: Final = {
     dist.ReduceOp.BXOR: dtypes.BXOR,
     dist.ReduceOp.PREMUL_SUM: dtypes.PREMUL_SUM,
 }
-
-
-def _supported() -> frozenset[tuple[int, int]]:
-    """Return the pairs (reduce kind, dtype) that the reducer can do."""
-    every = {dtype.code for dtype in DTYPES} - {RAW}
-    bools = {DTYPE_BY_NAME["bool"].code}
-    complexes = {DTYPE_BY_NAME["complex64"].code, DTYPE_BY_NAME["complex128"].code}
-    floats = {DTYPE_BY_NAME[name].code for name in ("float16", "bfloat16", "float32", "float64")}
-    by_kind = {
-        dtypes.SUM: every,
-        dtypes.PRODUCT: every,
-        dtypes.AVG: every - bools,
-        dtypes.PREMUL_SUM: every - bools,
-        dtypes.MIN: every - complexes,
-        dtypes.MAX: every - complexes,
-        dtypes.BAND: every - complexes - floats,
-        dtypes.BOR: every - complexes - floats,
-        dtypes.BXOR: every - complexes - floats,
-    }
-    return frozenset((kind, code) for kind, codes in by_kind.items() for code in codes)
-
-
-_SUPPORTED: Final = _supported()
 
 
 def code_of(dtype: torch.dtype) -> int:
@@ -78,9 +56,10 @@ def check_reduce(name: str, kind: int, dtype: torch.dtype) -> int:
         UnsupportedError: there is no such sum.
     """
     code = _CODES.get(dtype, RAW)
-    if (kind, code) not in _SUPPORTED:
+    if code == RAW:
         raise UnsupportedError(
-            f"{name}: {REDUCE_KINDS[kind]} of {name_of(dtype)} is not supported",
-            hint="convert the tensor" if code == RAW else "use another ReduceOp, or convert the tensor",
+            f"{name}: {REDUCE_KINDS[kind]} of {name_of(dtype)} is not possible",
+            hint="convert the tensor: this dtype can only be moved, not reduced",
         )
+    check(code, kind, f"{name}: ")
     return code

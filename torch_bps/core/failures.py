@@ -28,7 +28,7 @@ def missing_text(flight: Flight) -> str:
     """Return ", waiting for ranks 1, 3", "" if nobody is known to be missing."""
     if not flight.missing:
         return ""
-    kind = "nodes" if flight.group.by_node else "ranks"
+    kind = "ranks" if flight.operation is not None else "nodes"  # an uplink: a node's sum on its way
     return f", waiting for {kind} {', '.join(map(str, flight.missing))}"
 
 

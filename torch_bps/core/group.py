@@ -29,7 +29,6 @@ class Group:
         reduce_plane: engines of the reducing operations; relay_plane: of the others.
         uplink_plane: the servers, where reduce_plane is the node's own (hierarchical).
         is_local: all ranks on one host, no servers.
-        by_node: contributors at the servers are nodes.
         round_length: blocks are cut into multiples of it (core.placement); the same on every rank.
     """
 
@@ -58,7 +57,6 @@ class Group:
         self.relay_plane = relay_plane
         self.uplink_plane = uplink_plane
         self.is_local = is_local
-        self.by_node = reduce_plane.by_node
         self.round_length = round_length
         self.partition_bytes = partition_bytes
         self.broken: BytePSError | None = None

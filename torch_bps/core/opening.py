@@ -179,7 +179,6 @@ class Opening:
         joins += [(link, join(rank, size, False)) for link in server_links]
         runtime.connector.join(joins, deadline_s)
         server_plane = Plane(server_links, plan.weights)
-        node_plane = Plane(server_links, plan.weights, by_node=True)
         local_plane = Plane(local_links, [1.0] * len(local_links))
         reduce_plane = server_plane if plan.mode == "flat" else local_plane
         return Group(
@@ -190,7 +189,7 @@ class Opening:
             size,
             reduce_plane=reduce_plane,
             relay_plane=local_plane if plan.mode == "local" else server_plane,
-            uplink_plane=node_plane if plan.mode == "hierarchical" else None,
+            uplink_plane=server_plane if uplink else None,
             is_local=plan.mode == "local",
             round_length=server_plane.placement.round_length or size,
             partition_bytes=plan.partition_bytes,

@@ -20,7 +20,7 @@ from torch_bps.core.partition import cut, partition_nbytes
 from torch_bps.core.placement import Placement
 from torch_bps.wire import ops
 from torch_bps.wire.dtypes import DTYPES
-from torch_bps.wire.header import BY_NODE, DECLARE, HOME, PULL, PUSH, WANT, Header
+from torch_bps.wire.header import DECLARE, HOME, PULL, PUSH, WANT, Header
 
 if TYPE_CHECKING:
     from torch_bps.core.group import Group
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 class Plane:
     """A set of engines and the placement on them. `links[i]` is engine i."""
 
-    def __init__(self, links: list[Link], weights: list[float], by_node: bool = False) -> None:
+    def __init__(self, links: list[Link], weights: list[float]) -> None:
         self.links = links
         self.placement = Placement(weights)
-        self.by_node = by_node
 
 
 def plan_collective(group: Group, flight: Flight, operation: Operation) -> None:
@@ -61,7 +60,6 @@ def _plan_reduce(group: Group, flight: Flight, operation: Operation, plane: Plan
     itemsize = DTYPES[operation.dtype].itemsize
     sequence = operation.sequence
     touched = False
-    by_node = BY_NODE if plane.by_node else 0
     uplink = group.uplink_plane
     for block, memory in operation.pushes:
         total = memory.nbytes
@@ -81,7 +79,7 @@ def _plan_reduce(group: Group, flight: Flight, operation: Operation, plane: Plan
             servers = uplink.placement.spread(sequence, block, len(parts))
         for part, (offset, nbytes) in enumerate(parts):
             engine = engines[part]
-            flags = by_node | (HOME if engine == home else 0) | (WANT if into is not None else 0)
+            flags = (HOME if engine == home else 0) | (WANT if into is not None else 0)
             touched = touched or engine == home
             header = _header(group, operation, PUSH, flags, block, part, total, nbytes)
             piece = memory[offset : offset + nbytes]

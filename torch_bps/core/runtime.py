@@ -33,7 +33,7 @@ from torch_bps.server.service import Service
 from torch_bps.transport.arena import Arena
 from torch_bps.transport.inproc import InprocTransport
 from torch_bps.transport.reactor import EpollReactor
-from torch_bps.transport.registry import make
+from torch_bps.transport.registry import SCHEMES, make
 from torch_bps.wire import announcement, control
 
 log = logging.getLogger("torch_bps.core")
@@ -105,7 +105,7 @@ class Runtime:
         self.arena = Arena(config.shared_memory_bytes)
         self._inproc = InprocTransport()
         self._transports: dict[str, Any] = {
-            scheme: make(scheme, self.arena, config.socket_buffer_bytes) for scheme in ("shm", "tcp", "zmq")
+            scheme: make(scheme, self.arena, config.socket_buffer_bytes) for scheme in SCHEMES
         }
         self._transports["inproc"] = self._inproc
         uplink = NodeUplink()
@@ -199,8 +199,8 @@ class Runtime:
                     link.send_message(control.Leave(group.id))
 
         if not self._closed:
-            if not abort and group.broken is None and self.users > 1:
-                self._drain(lambda: not self.service.engine.holds(group.id), _DRAIN_S)
+            if not abort and group.broken is None:
+                self._drain(group)
             self.reactor.call(leave)
             self.reactor.call(say_leave)
         self.release(abort or group.broken is not None)
@@ -217,11 +217,14 @@ class Runtime:
                 _runtime = None
         self._stop(abort)
 
-    def _drain(self, idle: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until this rank's own service owes nothing to the ranks that are slower."""
-        deadline_s = time.monotonic() + timeout_s
+    def _drain(self, group: Group) -> None:
+        """Wait until this rank's own service owes nothing to the ranks that are slower.
+
+        What others have begun and this rank has not is no reason to wait: it fails for them once this rank leaves.
+        """
+        deadline_s = time.monotonic() + _DRAIN_S
         said_s = time.monotonic() + 2.0
-        while not self._in_reactor(idle):
+        while self._in_reactor(lambda: self.service.holds_own(group.id)):
             now_s = time.monotonic()
             if now_s > deadline_s:
                 log.warning("%s: leaving although other ranks have not come for their results", self.who)
@@ -234,8 +237,6 @@ class Runtime:
     def _stop(self, abort: bool) -> None:
         error = ClosedError("the process group was destroyed", rank=self.who)
         try:
-            if not abort:
-                self._drain(self.service.is_idle, _DRAIN_S)
             log.info("%s: %s", self.who, self.client.traffic.summary())
             links = self._in_reactor(lambda: list(self.client.links.values()))
             waiting = Waiting(len(links))

@@ -27,7 +27,7 @@ from torch_bps.server.service import Service
 from torch_bps.transport.arena import Arena
 from torch_bps.transport.base import Listener
 from torch_bps.transport.reactor import EpollReactor
-from torch_bps.transport.registry import make
+from torch_bps.transport.registry import SCHEMES, make
 from torch_bps.wire import announcement
 
 log = logging.getLogger("torch_bps.server")
@@ -95,9 +95,7 @@ class Server:
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
         self.service.on_change = self._look
-        self._transports = {
-            scheme: make(scheme, self._arena, config.socket_buffer_bytes) for scheme in ("zmq", "tcp", "shm")
-        }
+        self._transports = {scheme: make(scheme, self._arena, config.socket_buffer_bytes) for scheme in SCHEMES}
         self._listeners: list[Listener] = []
         data_port = options.port + 1 if options.port else 0
         control_listener = self._listen("zmq", topology.join_address(host, options.port))

@@ -221,10 +221,12 @@ class Engine:
             any(group.mailbox.counts()) for group in self._groups.values()
         )
 
-    def holds(self, group: int) -> bool:
-        """Whether a slot of the group is alive: some of its members still come for results."""
+    def holds(self, group: int, index: int) -> bool:
+        """Whether a slot of the group is alive that a member takes part in: others still come for its results."""
         found = self._groups.get(group)
-        return found is not None and any(record.slots for record in found.records.values())
+        return found is not None and any(
+            record.slots and (record.settled or index in record.members) for record in found.records.values()
+        )
 
     def describe(self) -> dict[str, int]:
         """Return counters for people and metrics."""

@@ -68,10 +68,9 @@ class Operations:
         group = record.group
         for contributor in group.gone(record.by_node):
             if record.needs_gone(contributor):
-                text = (
-                    f"{group.name_of(contributor, record.by_node)} left the group (it ended or destroyed it) "
-                    f"before {statements.name_of(record.header)}"
-                )
+                left = sorted(group.ranks[index] for index in group.left if group.nodes[index] == contributor)
+                who = statements.listing("rank", left) if record.by_node else group.name_of(contributor)
+                text = f"{who} left the group (it ended or destroyed it) before {statements.name_of(record.header)}"
                 self.fail(record, record.concerned(), Failure("PeerLostError", text), out)
                 return True
         return False

@@ -18,10 +18,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_bps.server.kinds import check, supported
 from torch_bps.wire.dtypes import AVG, BAND, BOR, BXOR, DTYPES, HALF_CODES, MAX, MIN, PREMUL_SUM, PRODUCT, SUM
-
-__all__ = ["Accumulator", "check", "limit_threads", "supported"]
+from torch_bps.wire.reductions import check
 
 _Array = NDArray[Any]
 
@@ -41,7 +39,6 @@ _UFUNC: Final[dict[int, np.ufunc]] = {
 }
 _BOOL_UFUNC: Final[dict[int, np.ufunc]] = {
     SUM: np.logical_or,
-    PREMUL_SUM: np.logical_or,
     MAX: np.logical_or,
     BOR: np.logical_or,
     PRODUCT: np.logical_and,

@@ -110,6 +110,12 @@ class Service:
         """Whether no slot is alive: nobody is owed anything by this service."""
         return self.engine.is_idle()
 
+    def holds_own(self, group: int) -> bool:
+        """Whether an operation of the group that this process itself (a rank) takes part in is not over here."""
+        process = self.membership.processes.get(self.name)
+        index = process.groups.get(group) if process is not None else None
+        return index is not None and self.engine.holds(group, index)
+
     def uplinked(self, slot: Slot) -> None:
         """The node's sum came back from the servers; it is in slot.result."""
         self.execute(self.engine.uplinked(slot))

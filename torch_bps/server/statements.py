@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch_bps.errors import BY_NAME, ProtocolError
-from torch_bps.server.kinds import supported
 from torch_bps.wire import ops
 from torch_bps.wire.dtypes import DTYPES, HALF_CODES, REDUCE_KINDS
 from torch_bps.wire.header import ACC32, BY_NODE, DECLARE, Header
+from torch_bps.wire.reductions import supported
 
 MISMATCH_HINT = "every rank must call the same collectives in the same order, with equal sizes and dtypes"
 

@@ -13,11 +13,13 @@ from torch_bps.errors import ConfigError
 from torch_bps.transport.arena import Arena
 from torch_bps.transport.memory import Pool
 
-_TRANSPORTS: Final = {
-    "tcp": "torch_bps.transport.tcp:TcpTransport",
-    "shm": "torch_bps.transport.shm:ShmTransport",
-    "zmq": "torch_bps.transport.zmq:ZmqTransport",
+_TRANSPORTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "tcp": ("torch_bps.transport.tcp:TcpTransport", ("pool", "socket_buffer_nbytes")),
+    "shm": ("torch_bps.transport.shm:ShmTransport", ("arena",)),
+    "zmq": ("torch_bps.transport.zmq:ZmqTransport", ()),
 }
+"""scheme -> class, and what its constructor takes"""
+SCHEMES: Final = tuple(_TRANSPORTS)
 _PREFERENCE: Final = ("shm", "tcp", "zmq")
 
 
@@ -28,13 +30,10 @@ def make(scheme: str, arena: Arena, socket_buffer_nbytes: int = 0) -> Any:
         arena: where shm keeps what it sends.
         socket_buffer_nbytes: for tcp.
     """
-    module, _, name = _TRANSPORTS[scheme].partition(":")
-    cls = getattr(import_module(module), name)
-    if scheme == "shm":
-        return cls(arena)
-    if scheme == "tcp":
-        return cls(Pool(), socket_buffer_nbytes)
-    return cls()
+    given = {"arena": arena, "pool": Pool(), "socket_buffer_nbytes": socket_buffer_nbytes}
+    path, names = _TRANSPORTS[scheme]
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)(*(given[name] for name in names))
 
 
 def scheme_of(address: str) -> str:

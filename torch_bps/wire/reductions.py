@@ -1,4 +1,4 @@
-"""Which reduce kinds work on which dtype: one table for the engine (refuses frames) and the reducer. Pure."""
+"""Which reduce kinds work on which dtype: the table for backend, engine (refuses frames) and reducer. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _kinds(name: str) -> frozenset[int]:
     if name == "raw":
         return frozenset()
     if name == "bool":
-        return frozenset(_INTEGER) - {AVG}
+        return frozenset(_INTEGER) - {AVG, PREMUL_SUM}
     if name.startswith("complex"):
         return frozenset(_FIELD)
     return frozenset(_ORDERED if "float" in name else _INTEGER)
@@ -43,16 +43,16 @@ def supported(dtype: int, redop: int) -> bool:
     return 0 <= dtype < len(KINDS) and redop in KINDS[dtype]
 
 
-def check(dtype: int, redop: int) -> None:
-    """Raise UnsupportedError unless `supported`."""
+def check(dtype: int, redop: int, what: str = "") -> None:
+    """Raise UnsupportedError unless `supported`; `what` ("all_reduce: ") begins its message."""
     if supported(dtype, redop):
         return
     kind = REDUCE_KINDS[redop] if 0 <= redop < len(REDUCE_KINDS) else f"reduce kind {redop}"
     if not 0 <= dtype < len(DTYPES):
-        raise UnsupportedError(f"{kind} of dtype code {dtype}: there is no such dtype")
+        raise UnsupportedError(f"{what}{kind} of dtype code {dtype}: there is no such dtype")
     name = DTYPES[dtype].name
     works = ", ".join(REDUCE_KINDS[code] for code in sorted(KINDS[dtype]))
     raise UnsupportedError(
-        f"{kind} of {name} is not possible",
+        f"{what}{kind} of {name} is not possible",
         hint=f"{name} has {works}" if works else f"{name} can only be moved, not reduced",
     )
