@@ -44,9 +44,13 @@ def expected_sum(parts: list[torch.Tensor], op: object) -> torch.Tensor:
         else:
             total = total ^ part
     if op == OPS.AVG:
-        floating = total.is_floating_point() or total.is_complex()
         wide = total.float() if total.dtype in (torch.float16, torch.bfloat16) else total
-        total = (wide / len(parts)) if floating else torch.div(total, len(parts), rounding_mode="trunc")
+        if total.is_complex():  # part by part: torch's own division rounds otherwise
+            total = torch.view_as_complex(torch.view_as_real(total) / len(parts))
+        elif total.is_floating_point():
+            total = wide / len(parts)
+        else:
+            total = torch.div(total, len(parts), rounding_mode="trunc")
     return total.to(parts[0].dtype)
 
 
