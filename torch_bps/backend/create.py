@@ -10,6 +10,7 @@ from torch_bps.backend import process_group
 from torch_bps.backend.completion import workers
 from torch_bps.backend.options import config_from
 from torch_bps.backend.process_group import ProcessGroupBytePS
+from torch_bps.backend.routed import class_for, device_of
 from torch_bps.core import runtime
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ def create(options: _DistributedBackendOptions, pg_options: object = None) -> Pr
         group = runtime.open_group(
             options.store, rank, size, timeout_s=options.timeout.total_seconds(), name=name, config=config
         )
-    return ProcessGroupBytePS(group, options.store, rank, size, options.timeout, name)
+    process_group_class = class_for(device_of(options.store))
+    return process_group_class(group, options.store, rank, size, options.timeout, name)
 
 
 def _close_all() -> None:
