@@ -26,6 +26,7 @@ FIELDS: dict[str, tuple[str, Any, str, Any, Any, list[str], list[Any]]] = {
     "force_distributed": ("BYTEPS_FORCE_DISTRIBUTED", False, "1", True, True, ["2", "y"], [1, "1", None]),
     "enable_mixed_mode": ("BYTEPS_ENABLE_MIXED_MODE", False, "true", True, True, ["maybe"], [0]),
     "transport": ("BYTEPS_TRANSPORT", "auto", " tcp ", "tcp", "zmq", ["rdma", "TCP", ""], ["rdma", 1]),
+    "local_boards": ("BYTEPS_LOCAL_BOARDS", True, "0", False, False, ["2", "x"], [0, "1"]),
     "lanes": ("BYTEPS_LANES", 2, "64", 64, 1, ["0", "65", "two"], [0, 65, 2.0]),
     "partition_bytes": ("BYTEPS_PARTITION_BYTES", 1 << 20, "4M", 4 << 20, 8192, ["4095", "2G", "M"], [64, "x"]),
     "scheduling_credit": ("BYTEPS_SCHEDULING_CREDIT", 16, "65536", 65536, 1, ["0", "65537"], [0]),

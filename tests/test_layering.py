@@ -22,7 +22,8 @@ OURS = {
     "wire": {"errors.py", "wire"},
     "transport": {"errors.py", "topology.py", "config.py", "wire", "transport"},
     "server": {"errors.py", "topology.py", "config.py", "wire", "transport", "server", "__init__.py"},
-    "core": {"errors.py", "topology.py", "config.py", "wire", "transport", "core", "__init__.py"},
+    "core": {"errors.py", "topology.py", "config.py", "wire", "transport", "local", "core", "__init__.py"},
+    "local": {"errors.py", "wire", "transport", "local"},
     "backend": {"errors.py", "topology.py", "config.py", "wire", "core", "backend", "__init__.py"},
     "cli": {"errors.py", "config.py", "server", "cli", "__init__.py"},
     "data": set(),
@@ -34,10 +35,15 @@ THEIRS = {
     "transport": {"numpy"},
     "server": {"numpy"},
     "core": {"msgspec"},
+    "local": {"numpy"},
     "backend": {"torch"},
     "data": {"numpy"},
 }
 ALSO = {
+    # the adds, and the words for a disagreement, are the engine's
+    "local/exchange.py": {"server"},
+    "local/lane.py": {"server"},
+    "local/statement.py": {"server"},
     # one rank's own service runs inside core's process
     "core/local.py": {"server"},
     "core/runtime.py": {"server"},

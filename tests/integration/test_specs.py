@@ -41,7 +41,7 @@ def use_all(rank: int, size: int, spec: str) -> tuple[bool, int]:
         assert objects == [0, 1]
     model = DistributedDataParallel(nn.Linear(3, 2))
     model(torch.ones(1, 3)).sum().backward()
-    seen = runtime.current().client.traffic.results
+    seen = runtime.current().client.traffic.operations
     dist.barrier()
     dist.destroy_process_group()
     return isinstance(work, WorkBytePS), seen

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-from torch_bps._autoload import DEVICES, NAME
 from torch_bps.backend import dynamo
 from torch_bps.backend.process_group import ProcessGroupBytePS
 from torch_bps.errors import UnsupportedError
 
+_DEVICES: Final = ("cpu", "cuda")
 _METHODS: Final = (
     "allreduce",
     "allreduce_coalesced",
@@ -52,11 +52,11 @@ def device_of(store: c10d.Store) -> str:
     """Return the device for which torch asks for a backend: it is only told in the prefix of the store's keys."""
     inner = getattr(store, "underlying_store", None)
     if inner is None:
-        return DEVICES[0]
+        return _DEVICES[0]
     key = f"byteps/device/{uuid.uuid4().hex}"
     store.set(key, "")
     try:
-        return next((device for device in DEVICES if inner.check([f"{device}//{key}"])), DEVICES[0])
+        return next((device for device in _DEVICES if inner.check([f"{device}//{key}"])), _DEVICES[0])
     finally:
         store.delete_key(key)
 
@@ -88,8 +88,10 @@ class RoutedProcessGroup(ProcessGroupBytePS):
 
     def _make(self, device: str) -> dist.ProcessGroup | None:
         spec = distributed_c10d._world.pg_backend_config.get(self)
-        name = dist.BackendConfig(dist.Backend(spec)).get_device_backend_map().get(device, NAME) if spec else NAME
-        if name == NAME:
+        if spec is None:
+            return None
+        name = dist.BackendConfig(dist.Backend(spec)).get_device_backend_map().get(device)
+        if name in (None, self.getBackendName()):
             return None
         backend: Any = None
         if name == dist.Backend.GLOO:

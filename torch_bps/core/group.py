@@ -18,6 +18,7 @@ from torch_bps.wire import ops
 
 if TYPE_CHECKING:
     from torch_bps.core.runtime import Runtime
+    from torch_bps.local.lane import Lane
 
 
 class Group:
@@ -29,6 +30,7 @@ class Group:
         reduce_plane: engines of the reducing operations; relay_plane: of the others.
         uplink_plane: the servers, where reduce_plane is the node's own (hierarchical).
         is_local: all ranks on one host, no servers.
+        lane: runs the collectives of a local group instead of the engines, where it can.
         round_length: blocks are cut into multiples of it (core.placement); the same on every rank.
     """
 
@@ -47,6 +49,7 @@ class Group:
         round_length: int,
         partition_bytes: int,
         description: str,
+        lane: Lane | None = None,
     ) -> None:
         self.runtime = runtime
         self.id = group_id
@@ -59,6 +62,7 @@ class Group:
         self.is_local = is_local
         self.round_length = round_length
         self.partition_bytes = partition_bytes
+        self.lane = lane
         self.broken: BytePSError | None = None
         self.closed: BytePSError | None = None
         self._description = description
@@ -81,8 +85,17 @@ class Group:
         planes = (self.reduce_plane, self.relay_plane, self.uplink_plane)
         return list(dict.fromkeys(link for plane in planes if plane is not None for link in plane.links))
 
+    def break_(self, error: BytePSError) -> None:
+        """Let everything later, and what the lane runs, fail: a member or a server is lost."""
+        self.broken = error
+        if self.lane is not None:
+            self.lane.fail(error)
+
     def submit(self, operation: Operation) -> None:
-        """Start an operation; its on_done is called once, in the IO thread. Sets operation.sequence.
+        """Start an operation; its on_done is called once. Sets operation.sequence.
+
+        on_done is called in the IO thread, in the lane's, or, for an operation of negative priority (its caller waits
+        for it at once), in the caller's before this returns.
 
         Raises:
             ClosedError: the group was closed, or this is a forked child.
@@ -92,8 +105,14 @@ class Group:
         if error is not None:
             raise error.with_facts(rank=self.runtime.client.who, group=self.name, operation=operation.label)
         client = self.runtime.client
+        lane = self.lane if operation.op != ops.SEND else None
         with self._lock:
-            if operation.op == ops.SEND:
+            if lane is not None:
+                operation.sequence = self._next
+                self._next += 1
+                if not lane.enter(operation, inline=operation.priority < 0):
+                    return
+            elif operation.op == ops.SEND:
                 flight = self._message(operation)
             else:
                 operation.sequence = sequence = self._next
@@ -102,9 +121,12 @@ class Group:
                     self, (self.id, 0, sequence), operation.label, operation.priority, operation.on_done, operation
                 )
                 plan_collective(self, flight, operation)
-            if operation.timeout_s > 0:
-                flight.deadline_s = time.monotonic() + operation.timeout_s
-            client.reactor.call(client.start, flight)
+            if lane is None:
+                if operation.timeout_s > 0:
+                    flight.deadline_s = time.monotonic() + operation.timeout_s
+                client.reactor.call(client.start, flight)
+                return
+        lane.run(operation)
 
     def _message(self, operation: Operation) -> Flight:
         tag = operation.tag

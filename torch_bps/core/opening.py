@@ -20,6 +20,7 @@ from torch_bps.core.group import Group
 from torch_bps.core.link import Link
 from torch_bps.core.plan import Plane
 from torch_bps.errors import BytePSError, OperationTimeout, PeerLostError
+from torch_bps.local import futex
 from torch_bps.wire import announcement, control
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Opening:
             self._address(),
             runtime.node_server,
             torch_bps.__version__,
+            futex.AVAILABLE and self._config.local_boards,
         )
         plan = meeting.lead(member, self._decide) if rank == 0 else meeting.follow(member)
         runtime.world_nodes = runtime.world_nodes or plan.num_nodes
@@ -181,6 +183,9 @@ class Opening:
         server_plane = Plane(server_links, plan.weights)
         local_plane = Plane(local_links, [1.0] * len(local_links))
         reduce_plane = server_plane if plan.mode == "flat" else local_plane
+        lane = None
+        if plan.boards:
+            lane = runtime.boards.lane(plan.group, self._name, rank, local_links, deadline_s)
         return Group(
             runtime,
             plan.group,
@@ -194,6 +199,7 @@ class Opening:
             round_length=server_plane.placement.round_length or size,
             partition_bytes=plan.partition_bytes,
             description=_describe(plan, server_links),
+            lane=lane,
         )
 
 

@@ -46,6 +46,8 @@ class Member(msgspec.Struct, frozen=True):
     server: str = ""
     """address of a co-located server that already runs on this host"""
     release: str = ""
+    boards: bool = False
+    """can run a group of one host on boards (torch_bps.local)"""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -67,6 +69,8 @@ class Plan(msgspec.Struct, frozen=True):
     partition_bytes: int
     credit: int
     why: str
+    boards: bool = False
+    """the collectives of this local group run on boards, without engines"""
     error: str = ""
     """name of an error class: the group cannot be opened, `why` says why"""
 
@@ -143,7 +147,10 @@ def decide(
             why += "; BYTEPS_FORCE_DISTRIBUTED: every rank pushes for itself"
         if sentence:
             why += f"; {sentence}"
-    return Plan(group, members, nodes, mode, colocated, starters, dedicated, weights, partition_bytes, credit, why)
+    boards = mode == "local" and all(member.boards for member in members)
+    return Plan(
+        group, members, nodes, mode, colocated, starters, dedicated, weights, partition_bytes, credit, why, boards
+    )
 
 
 class Rendezvous:
@@ -185,7 +192,7 @@ class Rendezvous:
         try:
             plan = decide_plan(members)
         except BytePSError as error:
-            plan = Plan(0, members, [], "", [], [], [], [], 0, 0, str(error), type(error).__name__)
+            plan = Plan(0, members, [], "", [], [], [], [], 0, 0, str(error), False, type(error).__name__)
             self._store.set(f"{self._offer}/go", msgspec.json.encode(plan).decode())
             raise
         self._store.set(f"{self._offer}/go", msgspec.json.encode(plan).decode())

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch_bps
 from torch_bps import topology
 from torch_bps.config import Config
+from torch_bps.core.boards import Boards
 from torch_bps.core.client import Client
 from torch_bps.core.connector import Connector
 from torch_bps.core.group import Group
@@ -125,6 +126,8 @@ class Runtime:
             who=self.who,
         )
         uplink.service, uplink.client = self.service, self.client
+        self.boards = Boards(self)
+        self.service.on_board = self.boards.arrived
         self.client.on_broken = self._on_broken
         self.client.on_lost = self._on_lost
         hello = control.Hello(self.process, rank, self.host, os.getpid(), release=torch_bps.__version__)
@@ -132,7 +135,7 @@ class Runtime:
         self.local_address = f"shm://byteps-{self.process}"
         self.reactor.start()
         try:
-            self._listeners = self._in_reactor(self._listen)
+            self._listeners = self.in_reactor(self._listen)
         except BaseException:
             self.reactor.stop()
             raise
@@ -151,8 +154,8 @@ class Runtime:
                 self._server = ColocatedServer(host)
             return self._server.announcement
 
-    def _in_reactor(self, function: Callable[[], _T], timeout_s: float = 30.0) -> _T:
-        """Run `function` in the IO thread and return its result."""
+    def in_reactor(self, function: Callable[[], _T], timeout_s: float = 30.0) -> _T:
+        """Run `function` in the IO thread and return its result. Blocks."""
         results: list[_T] = []
         waiting = Waiting(1)
 
@@ -175,12 +178,12 @@ class Runtime:
     def _on_broken(self, group_id: int, error: BytePSError) -> None:
         group = self.groups.get(group_id)
         if group is not None and group.broken is None:
-            group.broken = error
+            group.break_(error)
 
     def _on_lost(self, link: Link, error: BytePSError) -> None:
         for group in list(self.groups.values()):
             if link in group.links() and group.broken is None:
-                group.broken = error
+                group.break_(error)
                 self.client.fail_group(group.id, error, tell=True)
 
     # ---- closing
@@ -199,6 +202,10 @@ class Runtime:
                     link.send_message(control.Leave(group.id))
 
         if not self._closed:
+            if group.lane is not None:
+                group.lane.close(abort or group.broken is not None)
+                group.lane.release()
+                self.reactor.call(self.boards.give_back, group.id)
             if not abort and group.broken is None:
                 self._drain(group)
             self.reactor.call(leave)
@@ -224,7 +231,7 @@ class Runtime:
         """
         deadline_s = time.monotonic() + _DRAIN_S
         said_s = time.monotonic() + 2.0
-        while self._in_reactor(lambda: self.service.holds_own(group.id)):
+        while self.in_reactor(lambda: self.service.holds_own(group.id)):
             now_s = time.monotonic()
             if now_s > deadline_s:
                 log.warning("%s: leaving although other ranks have not come for their results", self.who)
@@ -238,7 +245,7 @@ class Runtime:
         error = ClosedError("the process group was destroyed", rank=self.who)
         try:
             log.info("%s: %s", self.who, self.client.traffic.summary())
-            links = self._in_reactor(lambda: list(self.client.links.values()))
+            links = self.in_reactor(lambda: list(self.client.links.values()))
             waiting = Waiting(len(links))
 
             def bye() -> None:
@@ -251,11 +258,11 @@ class Runtime:
                 waiting.wait(time.monotonic() + (0.3 if abort else _BYE_S), lambda: "")
             except OperationTimeout:
                 pass  # a peer that is gone or frozen does not answer: its links are closed all the same
-            self._in_reactor(self._close_all)
+            self.in_reactor(self._close_all)
             until_s = time.monotonic() + _END_S
-            while self._in_reactor(lambda: bool(self.service.channels)) and time.monotonic() < until_s:
+            while self.in_reactor(lambda: bool(self.service.channels)) and time.monotonic() < until_s:
                 time.sleep(0.001)
-            self._in_reactor(self.service.cut)
+            self.in_reactor(self.service.cut)
         finally:
             self.reactor.stop()
             for transport in self._transports.values():
@@ -266,6 +273,7 @@ class Runtime:
                 self._server.stop(0.5 if abort else _DRAIN_S + 2.0)
 
     def _close_all(self) -> None:
+        self.boards.give_back_all()
         self.service.end(f"{self.who} has left")
         for listener in self._listeners:
             listener.close()

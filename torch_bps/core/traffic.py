@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 
 
 class Traffic:
-    """Counters of one client. Thread safety: written by the reactor's thread, read by any."""
+    """Counters of one client. Thread safety: any thread."""
 
     def __init__(self) -> None:
         self.pushed_nbytes: dict[str, int] = {}
@@ -17,17 +18,31 @@ class Traffic:
         self.busy_s = 0.0
         self._durations_s: deque[float] = deque(maxlen=4096)
         self._busy_until_s = 0.0
+        self._lock = threading.Lock()
 
     def pushed(self, transport: str, nbytes: int) -> None:
         """Count a push."""
-        self.pushed_nbytes[transport] = self.pushed_nbytes.get(transport, 0) + nbytes
+        with self._lock:
+            self.pushed_nbytes[transport] = self.pushed_nbytes.get(transport, 0) + nbytes
 
     def pulled(self, transport: str, nbytes: int) -> None:
         """Count a result."""
-        self.pulled_nbytes[transport] = self.pulled_nbytes.get(transport, 0) + nbytes
+        with self._lock:
+            self.pulled_nbytes[transport] = self.pulled_nbytes.get(transport, 0) + nbytes
 
     def ended(self, duration_s: float) -> None:
         """Count an operation that ended well; the union of their times is the busy time."""
+        with self._lock:
+            self._ended(duration_s)
+
+    def carried(self, transport: str, pushed_nbytes: int, pulled_nbytes: int, duration_s: float) -> None:
+        """Count an operation that ended well, with all that it moved."""
+        with self._lock:
+            self.pushed_nbytes[transport] = self.pushed_nbytes.get(transport, 0) + pushed_nbytes
+            self.pulled_nbytes[transport] = self.pulled_nbytes.get(transport, 0) + pulled_nbytes
+            self._ended(duration_s)
+
+    def _ended(self, duration_s: float) -> None:
         now_s = time.monotonic()
         self.operations += 1
         self._durations_s.append(duration_s)

@@ -23,7 +23,7 @@ from torch_bps.server.slots import Slot
 from torch_bps.transport.base import Buffer, Channel, Memory, Reactor
 from torch_bps.wire import control
 from torch_bps.wire.dtypes import accumulated_nbytes
-from torch_bps.wire.header import CONTROL, DECLARE, PULL, PUSH, WIRE_VERSION, Header
+from torch_bps.wire.header import BOARD, CONTROL, DECLARE, PULL, PUSH, WIRE_VERSION, Header
 
 log = logging.getLogger("torch_bps.server")
 
@@ -83,6 +83,8 @@ class Service:
         """all that are open"""
         self.on_change: Callable[[], None] = lambda: None
         """called when a process left or a slot was drained: a server that drains looks whether it may end"""
+        self.on_board: Callable[[int, int, Buffer], None] | None = None
+        """called with (group, member index, memory) when a rank of this host lends its board (core.boards)"""
         self._folder = folder or InlineFolder()
         self._uplink = uplink
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -158,6 +160,9 @@ class Service:
                 instructions = self.engine.pull(index, header, channel)
             elif header.frame == DECLARE and buffer is None:
                 instructions = self.engine.declare(index, header, channel)
+            elif header.frame == BOARD and buffer is not None and self.on_board is not None:
+                self.on_board(header.group, index, buffer)
+                return
             else:
                 raise ProtocolError(f"{process} sent a frame {header.frame} that only services send")
         except BytePSError:

@@ -3,7 +3,7 @@
     offset  size  field
     0       2     magic      b"BP"
     2       1     version    WIRE_VERSION; another one is refused before anything else is read
-    3       1     frame      CONTROL, PUSH, PULL, RESULT, DONE, DECLARE (below), RELEASE.. (private to a transport)
+    3       1     frame      CONTROL .. BOARD (below), RELEASE.. (private to a transport)
     4       1     op         wire.ops row
     5       1     dtype      wire.dtypes code
     6       1     redop      wire.dtypes reduce kind
@@ -21,7 +21,8 @@
 Frames: PUSH carries a partition to an engine. PULL asks for a block's partition. RESULT carries one back, and has the
 key of the PUSH or PULL it answers (for point-to-point see server.engine). DONE answers a PUSH without WANT once its
 slot is drained. DECLARE only states the operation to its home engine, so that ranks that disagree are noticed.
-CONTROL carries a wire.control message as payload and has zeros elsewhere.
+CONTROL carries a wire.control message as payload and has zeros elsewhere. BOARD lends a rank's board (torch_bps.local)
+to another rank of its host, as payload in shared memory.
 
 Flags: WANT: the pusher wants the result. BY_NODE: contributors are nodes, not ranks (the payload is a node's sum).
 ACC32: the payload is the float32 partial sum of a half type (nbytes is twice the partition's). HOME: this engine is
@@ -41,8 +42,8 @@ HEADER: Final = struct.Struct("<2sBBBBBBQQQIIQQIi")
 HEADER_NBYTES: Final = 64
 assert HEADER.size == HEADER_NBYTES
 
-CONTROL, PUSH, PULL, RESULT, DONE, DECLARE = 1, 2, 3, 4, 5, 6
-FRAME_NAMES: Final = {1: "CONTROL", 2: "PUSH", 3: "PULL", 4: "RESULT", 5: "DONE", 6: "DECLARE"}
+CONTROL, PUSH, PULL, RESULT, DONE, DECLARE, BOARD = 1, 2, 3, 4, 5, 6, 7
+FRAME_NAMES: Final = {1: "CONTROL", 2: "PUSH", 3: "PULL", 4: "RESULT", 5: "DONE", 6: "DECLARE", 7: "BOARD"}
 FIRST_PRIVATE_FRAME: Final = 64
 """Frames from here on belong to the transport that sends them (shm's RELEASE); handlers never see them."""
 
