@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from torch_bps.local.board import CHUNK_NBYTES
 from torch_bps.local.statement import EVERYBODY, Statement, given
 from torch_bps.local.streams import Streams
-from torch_bps.server.reducer import Accumulator
+from torch_bps.server.reducer import combine
 from torch_bps.transport.memory import copy_bytes
 from torch_bps.wire import ops
 
@@ -32,6 +32,11 @@ Blocks = Sequence[tuple[int, int]]
 def is_shared_out(statement: Statement) -> bool:
     """Return whether the ranks share the adding of a large all_reduce."""
     return statement.op == ops.ALL_REDUCE and statement.total > DIRECT_NBYTES
+
+
+def is_small(statement: Statement) -> bool:
+    """Return whether it is an all_reduce of one piece, which every rank adds by itself."""
+    return statement.op == ops.ALL_REDUCE and 0 < statement.total <= DIRECT_NBYTES
 
 
 # ---- the pieces of a stream of blocks
@@ -69,6 +74,9 @@ def _put(streams: Streams, blocks: Blocks, memories: Sequence[memoryview], numbe
 
 def eager(streams: Streams, statement: Statement, operation: Operation, size: int) -> None:
     """Write the first piece of this rank's stream."""
+    if is_small(statement):
+        streams.reserve(statement.total)[:] = operation.pushes[0][1]
+        return
     if is_shared_out(statement):
         _put_chunk(streams, operation.pushes[0][1], 0, size)
         return
@@ -172,19 +180,24 @@ class _Sum:
         target = self._out[start : start + nbytes]
         scratch = self._scratch
         total = target if scratch is None else scratch[:nbytes]
-        add(self._dtype, self._redop, [views[peer] for peer in range(self._size)], total)
+        combine(self._dtype, self._redop, [views[peer] for peer in range(self._size)], total)
         if scratch is not None:
             copy_bytes(target, total)
 
 
-def add(dtype: int, redop: int, views: Sequence[memoryview], out: memoryview) -> None:
-    """Combine all ranks' views into `out`."""
-    accumulator = Accumulator(dtype, redop, out)
-    accumulator.fold(views, False, True)
-    accumulator.finish(len(views))
+# ---- all_reduce
 
 
-# ---- a large all_reduce
+def all_reduce_small(streams: Streams, operation: Operation, size: int) -> None:
+    """Run a small all_reduce (is_small)."""
+    own, out = operation.pushes[0][1], operation.pulls[0][1]
+    nbytes = own.nbytes
+    rank = streams.rank
+    if rank > 1:
+        own = memoryview(bytes(own))  # it may be where the result goes: see _Sum
+    views = [own if peer == rank else streams.read(peer, streams.next(peer, nbytes), nbytes) for peer in range(size)]
+    combine(operation.dtype, operation.redop, views, out)
+    streams.give_up_all()
 
 
 def _parts(nbytes: int, size: int) -> tuple[int, list[tuple[int, int]]]:
@@ -246,7 +259,7 @@ def all_reduce(streams: Streams, operation: Operation, size: int) -> None:
                     before = parts[peer][1] - parts[peer][0] if peer < rank else 0
                     views.append(streams.read(peer, arrives[peer] + start - before, end - start))
             room = streams.reserve(end - start)
-            add(operation.dtype, operation.redop, views, room)
+            combine(operation.dtype, operation.redop, views, room)
             streams.publish()
             streams.give_up(done)
             copy_bytes(result[base + start : base + end], room)

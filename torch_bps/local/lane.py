@@ -223,9 +223,10 @@ class Lane:
             if boards[peer].words[FINISHED] < sequence - 1:
                 self._sleep(peer, FINISHED, sequence - 1)
         exchange.eager(streams, statement, operation, size)
+        streams.show()
         own.stamp(sequence, packed)
         self._stamped = True
-        streams.publish()
+        own.ring_bell()
         said = [statement] * size
         same = True
         for peer in self._others:
@@ -242,7 +243,9 @@ class Lane:
         if not same and (text := disagreement(dict(enumerate(said)), size)):
             raise MismatchError(text, hint=MISMATCH_HINT)
         self._agreed = True
-        if exchange.is_shared_out(statement):
+        if exchange.is_small(statement):
+            exchange.all_reduce_small(streams, operation, size)
+        elif exchange.is_shared_out(statement):
             exchange.all_reduce(streams, operation, size)
         else:
             exchange.exchange(streams, said, operation)

@@ -56,8 +56,12 @@ class Streams:
         offset = start % RING_NBYTES
         return self._own.ring[offset : offset + nbytes]
 
+    def show(self) -> None:
+        """Let the others see all that was written, when they look the next time."""
+        self._own.words[PUBLISHED] = self._written
+
     def publish(self) -> None:
-        """Let the others see all that was written."""
+        """Let the others see all that was written, now."""
         self._own.words[PUBLISHED] = self._written
         self._own.ring_bell()
 
