@@ -82,12 +82,16 @@ class Opening:
         )
         plan = meeting.lead(member, self._decide) if rank == 0 else meeting.follow(member)
         runtime.world_nodes = runtime.world_nodes or plan.num_nodes
-        group = self._connect(plan, self._colocated(plan) + plan.dedicated)
-        runtime.groups[group.id] = group  # before `ready`: from then on a peer may be lost
         try:
+            group = self._connect(plan, self._colocated(plan) + plan.dedicated)
+            runtime.groups[group.id] = group  # before `ready`: from then on a peer may be lost
             meeting.ready()
         except BaseException:
-            del runtime.groups[group.id]
+            failed = runtime.groups.pop(plan.group, None)
+            if failed is not None and failed.lane is not None:
+                failed.lane.close(abort=True)
+                failed.lane.release()
+            runtime.reactor.call(runtime.boards.give_back, plan.group)
             raise
         log.info("%s, group %s: %s", runtime.who, self._name, group.describe())
         return group
