@@ -25,7 +25,8 @@ OURS = {
     "core": {"errors.py", "topology.py", "config.py", "wire", "transport", "local", "core", "__init__.py"},
     "local": {"errors.py", "wire", "transport", "local"},
     "backend": {"errors.py", "topology.py", "config.py", "wire", "core", "backend", "__init__.py"},
-    "cli": {"errors.py", "config.py", "server", "cli", "__init__.py"},
+    "bench": {"config.py", "bench", "__init__.py"},
+    "cli": {"errors.py", "config.py", "server", "bench", "cli", "__init__.py"},
     "data": set(),
     "_autoload.py": {"errors.py", "backend"},
     "__init__.py": {"errors.py", "_autoload.py", "backend"},
@@ -37,6 +38,7 @@ THEIRS = {
     "core": {"msgspec"},
     "local": {"numpy"},
     "backend": {"torch"},
+    "bench": {"torch"},
     "data": {"numpy"},
 }
 ALSO = {
@@ -126,7 +128,7 @@ def wrong_imports(module: str, tree: ast.Module) -> list[str]:
         else:
             allowed = top in THEIRS.get(part, set()) | also or (item.lazy and top in lazily)
         if item.name.startswith("torch.") and "distributed" in item.name:
-            allowed = allowed and (part == "backend" or module in DISTRIBUTED)
+            allowed = allowed and (part in ("backend", "bench") or module in DISTRIBUTED)
         if not allowed:
             wrong.append(f"{module}:{item.line} imports {item.name}{' in a function' if item.lazy else ''}")
     return wrong

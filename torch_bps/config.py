@@ -227,6 +227,11 @@ def env_name(name: str) -> str:
     return _ENV.get(name, PREFIX + name.upper())
 
 
+def under_torchrun() -> bool:
+    """Return whether this process is a rank of a job already."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def child_environment(prepend_pythonpath: str) -> dict[str, str]:
     """Return this process's environment for a child that must find the package at `prepend_pythonpath`."""
     path = os.pathsep.join(filter(None, (prepend_pythonpath, os.environ.get("PYTHONPATH", ""))))

@@ -11,6 +11,7 @@ usage: byteps COMMAND [options]
 
 commands:
   server    run a summation server (byteps server --help)
+  bench     measure collectives, beside other backends (byteps bench --help)
   version   print the version
 """
 
@@ -22,6 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
         from torch_bps.server.__main__ import main as server_main
 
         return server_main(rest)
+    if command == "bench":
+        from torch_bps.bench.__main__ import main as bench_main
+
+        return bench_main(rest)
     if command in ("version", "--version"):
         print(f"torch_bps {torch_bps.__version__}")
         return 0
