@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests import netns
+from benchmarks import netlab
 
 SEED = 20190
 LEAK_GRACE_S = 3.0
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("netns") and (reason := netns.why_not()):
+    if item.get_closest_marker("netns") and (reason := netlab.why_not()):
         pytest.skip(reason)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netns import NetLab
+from benchmarks.netlab import NetLab
 from torch_bps import topology
 from torch_bps.errors import ConfigError
 

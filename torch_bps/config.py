@@ -102,6 +102,7 @@ def _addresses(text: str) -> tuple[str, ...]:
     return addresses
 
 
+_CREDIT = 16
 _BYTES = "bytes, as 1048576, 1024K or 1M"
 _BOOLEAN = "1 or 0"
 
@@ -137,8 +138,8 @@ class Config:
         original="same name and meaning, default 4096000",
     )  # fmt: skip
     scheduling_credit: int = _setting(
-        16, "partitions in flight until their result is back", _integer, "1 to 65536",
-        lambda value: 1 <= value <= 65536, original="same name; there it was off by default and given back earlier",
+        0, "partitions of a rank in flight until their result is back; 0: 3 for each server", _integer, "0 to 65536",
+        lambda value: 0 <= value <= 65536, original="same name; there it was off by default and given back earlier",
     )  # fmt: skip
     server_engine_thread: int = _setting(
         2, "threads that add, in a server", _integer, "1 to 64", lambda value: 1 <= value <= 64,
@@ -210,8 +211,8 @@ class Config:
 
     @property
     def credit_bytes(self) -> int:
-        """Bytes that may be in flight."""
-        return self.scheduling_credit * self.partition_bytes
+        """Bytes that may be in flight; a group whose credit is counted charges its partitions accordingly."""
+        return (self.scheduling_credit or _CREDIT) * self.partition_bytes
 
 
 _FIELDS: Final = {setting.name: setting for setting in dataclasses.fields(Config) if "parse" in setting.metadata}

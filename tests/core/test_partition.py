@@ -87,3 +87,9 @@ def test_an_itemsize_that_partitions_would_tear_is_refused(itemsize: int) -> Non
 
 def test_every_dtype_can_be_cut() -> None:
     assert all(size_of(1 << 22, itemsize=dtype.itemsize) % dtype.itemsize == 0 for dtype in DTYPES)
+
+
+@pytest.mark.parametrize(("nbytes", "parts"), [(1 << 20, 32), (4 << 20, 128), (25 << 20, 128), (1 << 30, 1024)])
+def test_partitions_that_cross_a_network_fill_the_pipe(nbytes: int, parts: int) -> None:
+    size = partition_nbytes(nbytes, partition_bytes=1 << 20, round_length=4, itemsize=4, pipeline=True)
+    assert len(cut(nbytes, size)) == parts

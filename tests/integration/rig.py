@@ -142,7 +142,7 @@ def start_ranks(
             and `dist.init_process_group(name)` finds all it needs in the environment (except with store="file").
         store: "tcp": this process holds it, as torchrun's agent does; "file": a FileStore; "rank0": rank 0 holds it.
         env, prefix: settings and what to put before the command, for a rank: `prefix=lambda rank: lab.prefix(rank)`
-            runs it on a host of netns.NetLab (then use store="rank0" and rank 0's address),
+            runs it on a host of netlab.NetLab (then use store="rank0" and rank 0's address),
             `["unshare", "--ipc", "--net"]`-like commands make it look like another node.
         address: where the ranks find a "tcp" or "rank0" store.
     """

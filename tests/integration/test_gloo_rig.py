@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.netlab import NetLab
 from tests.conftest import snapshot
 from tests.integration.rig import Process, alive, json_lines, run_ranks, run_torchrun, start_ranks
-from tests.netns import NetLab
 
 
 def add_up(rank: int, world_size: int, scale: float) -> torch.Tensor:

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.netlab import NetLab
 from tests.integration import jobs
 from tests.integration.rig import Process, RankResult, run_ranks
-from tests.netns import NetLab
 
 
 @functools.cache

@@ -31,6 +31,7 @@ class Group:
         uplink_plane: the servers, where reduce_plane is the node's own (hierarchical).
         is_local: all ranks on one host, no servers.
         lane: runs the collectives of a local group instead of the engines, where it can.
+        charge_nbytes: what one of a block's several partitions takes of the process's credit, at least.
         round_length: blocks are cut into multiples of it (core.placement); the same on every rank.
     """
 
@@ -48,6 +49,7 @@ class Group:
         is_local: bool,
         round_length: int,
         partition_bytes: int,
+        charge_nbytes: int = 0,
         description: str,
         lane: Lane | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class Group:
         self.is_local = is_local
         self.round_length = round_length
         self.partition_bytes = partition_bytes
+        self.charge_nbytes = charge_nbytes
         self.lane = lane
         self.broken: BytePSError | None = None
         self.closed: BytePSError | None = None

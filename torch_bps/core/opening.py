@@ -202,6 +202,7 @@ class Opening:
             is_local=plan.mode == "local",
             round_length=server_plane.placement.round_length or size,
             partition_bytes=plan.partition_bytes,
+            charge_nbytes=0 if plan.mode == "local" else runtime.config.credit_bytes // plan.credit,
             description=_describe(plan, server_links),
             lane=lane,
         )

@@ -66,7 +66,11 @@ def _plan_reduce(group: Group, flight: Flight, operation: Operation, plane: Plan
         parts = cut(
             total,
             partition_nbytes(
-                total, partition_bytes=group.partition_bytes, round_length=group.round_length, itemsize=itemsize
+                total,
+                partition_bytes=group.partition_bytes,
+                round_length=group.round_length,
+                itemsize=itemsize,
+                pipeline=not group.is_local,
             ),
         )
         into = wanted.get(block)
@@ -85,7 +89,15 @@ def _plan_reduce(group: Group, flight: Flight, operation: Operation, plane: Plan
             piece = memory[offset : offset + nbytes]
             target = into[offset : offset + nbytes] if into is not None else None
             flight.tasks.append(
-                Task(flight, plane.links[engine], header, piece if nbytes else None, target, header[5:10], nbytes)
+                Task(
+                    flight,
+                    plane.links[engine],
+                    header,
+                    piece if nbytes else None,
+                    target,
+                    header[5:10],
+                    _charge(group, nbytes, len(parts)),
+                )
             )
             if uplink is not None:
                 flight.servers[block, part] = uplink.links[servers[part]]
@@ -119,10 +131,15 @@ def _plan_relay(group: Group, flight: Flight, operation: Operation, plane: Plane
                         piece if push and nbytes else None,
                         None if push else piece,
                         header[5:10],
-                        nbytes if push else 0,
+                        _charge(group, nbytes, len(parts)) if push else 0,
                     )
                 )
     return touched
+
+
+def _charge(group: Group, nbytes: int, num_parts: int) -> int:
+    """Return what a partition takes of the credit: all of a large block's count alike, whatever their size."""
+    return max(nbytes, group.charge_nbytes) if num_parts > 1 and nbytes else nbytes
 
 
 def _relay_partition(group: Group, total: int) -> int:
@@ -131,6 +148,7 @@ def _relay_partition(group: Group, total: int) -> int:
         partition_bytes=group.partition_bytes,
         round_length=1 if group.is_local else group.round_length,
         itemsize=1,
+        pipeline=not group.is_local,
     )
 
 
@@ -206,7 +224,7 @@ def plan_other_parts(group: Group, flight: Flight, operation: Operation, stream:
                 piece if sending else None,
                 None if sending else piece,
                 header[5:10],
-                nbytes if sending else 0,
+                _charge(group, nbytes, len(parts)) if sending else 0,
             )
         )
     return tasks

@@ -28,6 +28,9 @@ _FIRST_POLL_S = 0.0005
 _LAST_POLL_S = 0.02
 _SAY_EVERY_S = 5.0
 _GRACE_S = 3.0
+_CREDIT_PER_SERVER = 3
+_LEAST_CREDIT = 6
+"""Partitions in flight. More meet in one server's link and are dropped; fewer leave it idle (docs/design.md)."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -102,6 +105,7 @@ def decide(
         dedicated: control addresses of the dedicated servers.
         force: BYTEPS_FORCE_DISTRIBUTED: every rank pushes for itself, through servers, also on one node.
         mixed: BYTEPS_ENABLE_MIXED_MODE: co-located servers beside the dedicated ones.
+        credit: partitions in flight; 0: by the number of servers.
         one_node_world: the first group of the job was on one node (then servers that the user named are used for
             groups of one node too: nothing else would use them).
     """
@@ -147,6 +151,7 @@ def decide(
             why += "; BYTEPS_FORCE_DISTRIBUTED: every rank pushes for itself"
         if sentence:
             why += f"; {sentence}"
+    credit = credit or max(_CREDIT_PER_SERVER * len(weights), _LEAST_CREDIT)
     boards = mode == "local" and all(member.boards for member in members)
     return Plan(
         group, members, nodes, mode, colocated, starters, dedicated, weights, partition_bytes, credit, why, boards

@@ -1,0 +1,90 @@
+"""Collectives between hosts with links of a given rate: ours beside gloo's, with and without summation servers.
+
+    python benchmarks/network.py --workers 4 --servers 4 --rate 500 --sizes 1M,25M
+
+Hosts are network namespaces (benchmarks/netlab.py); a worker is a rank of `byteps bench`, a server is `byteps server`
+on a host of its own. Fewer servers than workers: workers' hosts run co-located servers too, and share the load by the
+optimum. "vs limit" compares with the wire: --goodput of the rate. Needs root and `ip`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.netlab import NetLab, why_not
+
+PORT = 4711
+GOODPUT = 0.956
+"""what TCP passes of a link's rate: 1448 of 1514 bytes"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the first exit code that is not 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--servers", type=int, default=4)
+    parser.add_argument("--rate", type=int, default=500, help="of each link, Mbit/s")
+    parser.add_argument("--sizes", default="64K,1M,25M")
+    parser.add_argument("--collective", default="all_reduce")
+    parser.add_argument("--seconds", default="4", help="for each size and backend")
+    parser.add_argument("--goodput", type=float, default=GOODPUT)
+    parser.add_argument("--json", default="")
+    options = parser.parse_args(arguments)
+    if reason := why_not():
+        print(reason, file=sys.stderr)
+        return 2
+    with NetLab(options.workers + options.servers, options.rate) as lab:
+        return _run(lab, options)
+
+
+def _run(lab: NetLab, options: argparse.Namespace) -> int:
+    workers = options.workers
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        servers = []
+        for number in range(workers, workers + options.servers):
+            host = lab.hosts[number].ipv4
+            command = [sys.executable, "-m", "torch_bps.server", "--host", host, "--port", str(PORT)]
+            running.append(subprocess.Popen([*lab.prefix(number), *command], stdout=subprocess.DEVNULL))
+            servers.append(f"{host}:{PORT}")
+        time.sleep(1.0 if servers else 0.0)
+        command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
+        command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
+        if options.json:
+            command += ["--json", options.json]
+        ranks = []
+        for rank in range(workers):
+            env = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(workers),
+                "MASTER_ADDR": lab.hosts[0].ipv4,
+                "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+            if servers:
+                env["BYTEPS_SERVERS"] = ",".join(servers)
+                env["BYTEPS_ENABLE_MIXED_MODE"] = "1" if len(servers) < workers else "0"
+            ranks.append(subprocess.Popen([*lab.prefix(rank), *command], env=env))
+            running.append(ranks[-1])
+        print(f"# {workers} workers, {len(servers)} servers, links of {options.rate} Mbit/s", flush=True)
+        codes = [process.wait() for process in ranks]
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+    return next((code for code in codes if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
