@@ -61,7 +61,7 @@ def test_with_frames_delayed_at_random(tmp_path: Path) -> None:
 def test_torch_still_forbids_what_we_say_it_does(tmp_path: Path) -> None:
     options, _ = WORLDS[3]
     names = read_names(FORBIDDEN)
-    outcomes = run_suite(replace(options, only=str(FORBIDDEN)), SHARED_MEMORY, tmp_path)
+    outcomes = run_suite(options, names, SHARED_MEMORY, tmp_path)
     others = {
         name: outcome for name, outcome in outcomes.items() if outcome.status != FAILED or GATE not in outcome.reason
     }
@@ -72,12 +72,10 @@ def test_torch_still_forbids_what_we_say_it_does(tmp_path: Path) -> None:
 def must_pass(world_size: int, env: Mapping[str, str], folder: Path, delays: int | None = None) -> None:
     """Run what must pass with so many ranks, and fail with the name, reason and log of each test that does not."""
     options, files = WORLDS[world_size]
-    names = {name for file in files for name in read_names(HERE / file)} - set(read_names(FORBIDDEN))
-    only = folder / "names.txt"
-    only.write_text("\n".join(sorted(names)))
-    outcomes = run_suite(replace(options, only=str(only), budget_s=BUDGET_S, delays=delays), env, folder)
+    names = sorted({name for file in files for name in read_names(HERE / file)} - set(read_names(FORBIDDEN)))
+    outcomes = run_suite(replace(options, budget_s=BUDGET_S, delays=delays), names, env, folder)
     missing = Outcome(NOT_RUN, "torch has no test of this name")
-    wrong = {name: outcomes.get(name, missing) for name in sorted(names)}
+    wrong = {name: outcomes.get(name, missing) for name in names}
     wrong = {name: outcome for name, outcome in wrong.items() if outcome.status != PASSED}
     if wrong:
         what = f"{len(wrong)} of {len(names)} tests with {dict(env)}, {world_size} ranks, seed of delays {delays}"

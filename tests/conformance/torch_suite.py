@@ -21,6 +21,7 @@ and warnings of whoever imports it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -30,12 +31,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tests.conformance.torch_suite_ranks import LOG_LENGTH, NOT_RUN, SKIPPED, Outcome, run_test
 from tests.integration.process import Process
+
+LANES: Final = 2
 
 
 @dataclass(frozen=True)
@@ -68,25 +71,34 @@ def read_names(path: Path | str) -> list[str]:
     return [line for line in lines if line]
 
 
-def run_suite(options: Options, env: Mapping[str, str], folder: Path) -> dict[str, Outcome]:
-    """Run the suite in a process of its own and return each test's outcome.
+def run_suite(options: Options, names: Sequence[str], env: Mapping[str, str], folder: Path) -> dict[str, Outcome]:
+    """Run these tests in LANES processes side by side - a test mostly waits - and return the outcome of each.
 
     Args:
         env: added to the environment, for the ranks.
-        folder: for the file with the results.
+        folder: for files of names and results.
 
     Raises:
-        AssertionError: it did not end in time or by itself, or left processes behind.
+        AssertionError: a process did not end in time or by itself, or left others behind.
     """
-    results = folder / "results.json"
-    command = [sys.executable, "-m", __name__, *_arguments(options), "--json", str(results)]
-    with Process(command, env=env, name="torch's suite") as process:
-        code = process.wait(time.monotonic() + options.budget_s + options.timeout_s)
-        orphans = process.orphans(5.0)
-        assert code in (0, 1), f"torch's suite ended with {code}:\n{process.output[-LOG_LENGTH:]}"
-        assert not orphans, f"left behind: {orphans}\n{process.output[-LOG_LENGTH:]}"
-    outcomes = json.loads(results.read_text())["outcomes"]
-    return {name: Outcome(**{**fields, "exit_codes": tuple(fields["exit_codes"])}) for name, fields in outcomes.items()}
+    outcomes: dict[str, Outcome] = {}
+    with contextlib.ExitStack() as stack:
+        lanes = []
+        for lane in range(LANES):
+            only, results = folder / f"names{lane}.txt", folder / f"results{lane}.json"
+            only.write_text("\n".join(names[lane::LANES]))
+            command = [*_command(replace(options, only=str(only))), "--json", str(results)]
+            lanes.append((stack.enter_context(Process(command, env=env, name=f"torch's suite, lane {lane}")), results))
+        deadline_s = time.monotonic() + options.budget_s + options.timeout_s
+        for process, results in lanes:
+            code = process.wait(deadline_s)
+            orphans = process.orphans(5.0)
+            said = process.output[-LOG_LENGTH:]
+            assert code in (0, 1), f"{process.name} ended with {code}:\n{said}"
+            assert not orphans, f"{process.name} left behind: {orphans}\n{said}"
+            for name, fields in json.loads(results.read_text())["outcomes"].items():
+                outcomes[name] = Outcome(**{**fields, "exit_codes": tuple(fields["exit_codes"])})
+    return outcomes
 
 
 # ---- the suite
@@ -163,9 +175,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _arguments(options: Options) -> list[str]:
-    """Return the command line of these options."""
-    arguments = ["--small-world"] if options.small_world else []
+def _command(options: Options) -> list[str]:
+    """Return the command line that has these options."""
+    arguments = [sys.executable, "-m", __name__, *(["--small-world"] if options.small_world else [])]
     for action in _parser()._actions:
         value = getattr(options, action.dest, None)
         if value is None or value == action.default or isinstance(value, bool):
