@@ -87,7 +87,7 @@ def run_suite(options: Options, names: Sequence[str], env: Mapping[str, str], fo
         for lane in range(LANES):
             only, results = folder / f"names{lane}.txt", folder / f"results{lane}.json"
             only.write_text("\n".join(names[lane::LANES]))
-            command = [*_command(replace(options, only=str(only))), "--json", str(results)]
+            command = [*command_line(replace(options, only=str(only))), "--json", str(results)]
             lanes.append((stack.enter_context(Process(command, env=env, name=f"torch's suite, lane {lane}")), results))
         deadline_s = time.monotonic() + options.budget_s + options.timeout_s
         for process, results in lanes:
@@ -175,8 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(options: Options) -> list[str]:
-    """Return the command line that has these options."""
+def command_line(options: Options) -> list[str]:
+    """Return the command that has these options."""
     arguments = [sys.executable, "-m", __name__, *(["--small-world"] if options.small_world else [])]
     for action in _parser()._actions:
         value = getattr(options, action.dest, None)
