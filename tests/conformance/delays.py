@@ -1,7 +1,8 @@
 """Random delays of frames in real processes, for torch_suite --delays: the order within a channel is kept.
 
 Wraps the transports that this process's runtime makes (`install`), so every channel of a rank - to the other ranks of
-its node, to servers, to its own service - is slow both ways; servers, processes of their own, need no change.
+its node, to servers, to its own service - is slow both ways; servers, processes of their own, need no change. What goes
+from memory to memory without a channel (torch_bps/local) is not delayed: use it for the way through servers.
 
     send ──> line, each frame due at random ──> the real channel ··· the real channel ──> line ──> handler
 
