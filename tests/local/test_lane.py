@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from torch_bps.core.operation import Operation
 from torch_bps.errors import BytePSError, ClosedError, MismatchError, OperationTimeout, PeerLostError
-from torch_bps.local import board, exchange, futex, streams
+from torch_bps.local import board, exchange, futex
 from torch_bps.local.lane import Lane
 from torch_bps.wire import ops
 from torch_bps.wire.dtypes import AVG, DTYPE_BY_NAME, MAX, SUM
@@ -29,9 +29,7 @@ CHUNK = 512
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a few hundred elements go around the ring several times."""
-    monkeypatch.setattr(board, "RING_NBYTES", 4 * CHUNK)
-    monkeypatch.setattr(streams, "RING_NBYTES", 4 * CHUNK)
-    monkeypatch.setattr(exchange, "CHUNK_NBYTES", CHUNK)
+    monkeypatch.setattr(board, "CHUNK_NBYTES", CHUNK)
     monkeypatch.setattr(exchange, "DIRECT_NBYTES", 256)
 
 

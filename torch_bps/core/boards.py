@@ -14,7 +14,7 @@ from torch_bps.core.link import Link
 from torch_bps.core.operation import Operation
 from torch_bps.core.waiting import Waiting
 from torch_bps.errors import BytePSError, ProtocolError
-from torch_bps.local.board import RING_NBYTES, board_nbytes
+from torch_bps.local.board import board_nbytes, ring_nbytes
 from torch_bps.local.lane import Lane
 from torch_bps.transport.base import Buffer
 from torch_bps.wire.header import BOARD, Header
@@ -66,7 +66,7 @@ class Boards:
         size = len(links)
         nbytes = board_nbytes(size)
         own = self._runtime.arena.alloc(nbytes)
-        control_nbytes = nbytes - RING_NBYTES
+        control_nbytes = nbytes - ring_nbytes(size)
         own.view[:control_nbytes] = bytes(control_nbytes)
         here = self._here.setdefault(group, {})
         for _ in here:

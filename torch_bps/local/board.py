@@ -10,7 +10,7 @@
             CONSUMED    (one a rank) how much of that rank's stream it has taken
     text    why it gave up, or what broke the group
     cells   two statements (local.statement)
-    ring    RING_NBYTES of the stream
+    ring    the stream
 
 Word and bytes are plain stores: x86 shows them to others in their order (local.futex).
 """
@@ -23,9 +23,8 @@ import numpy as np
 
 from torch_bps.local import futex
 
-CHUNK_NBYTES: Final = 512 << 10
-RING_NBYTES: Final = 4 * CHUNK_NBYTES
-"""a chunk being written, one being read, and what is left unused where the next one would not fit before the end"""
+CHUNK_NBYTES: Final = 256 << 10
+"""for each rank: less and ranks wait for each other too often, more and what one wrote is out of cache"""
 
 BELL, STAMPED, FINISHED, PUBLISHED, WANTS_SPACE, LEFT, BROKEN, _TEXT_LENGTH = range(8)
 GAVE_UP: Final = 8
@@ -39,6 +38,20 @@ def _up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
+def chunk_nbytes(size: int) -> int:
+    """Return the largest piece of a stream in a group of `size` ranks."""
+    return CHUNK_NBYTES * size if size > 2 else CHUNK_NBYTES
+
+
+def ring_nbytes(size: int) -> int:
+    """Return the size of a ring.
+
+    It holds a chunk being written, one being read, one in between, and what is left unused where the next one would not
+    fit before the end.
+    """
+    return 4 * chunk_nbytes(size)
+
+
 def cell_nbytes(size: int) -> int:
     """Return how long a statement may be in a group of `size` ranks."""
     return _up(64 + 16 * size, 64)
@@ -46,7 +59,7 @@ def cell_nbytes(size: int) -> int:
 
 def board_nbytes(size: int) -> int:
     """Return how much memory a rank's board takes in a group of `size` ranks."""
-    return _ring_offset(size) + RING_NBYTES
+    return _ring_offset(size) + ring_nbytes(size)
 
 
 def _ring_offset(size: int) -> int:
@@ -66,7 +79,7 @@ class Board:
         cell = cell_nbytes(size)
         ring = _ring_offset(size)
         self.words = memory[:text].cast("Q")
-        self.ring = memory[ring : ring + RING_NBYTES]
+        self.ring = memory[ring : ring + ring_nbytes(size)]
         self._text = memory[text:cells]
         self._cells = (memory[cells : cells + cell], memory[cells + cell : cells + 2 * cell])
         self.bell_address = int(np.frombuffer(memory, np.uint8).ctypes.data)

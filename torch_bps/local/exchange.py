@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from torch_bps.local.board import CHUNK_NBYTES
 from torch_bps.local.statement import EVERYBODY, Statement, given
 from torch_bps.local.streams import Streams
 from torch_bps.server.reducer import combine
@@ -29,9 +28,9 @@ Blocks = Sequence[tuple[int, int]]
 """(to whom, bytes), as statement.given returns them"""
 
 
-def is_shared_out(statement: Statement) -> bool:
-    """Return whether the ranks share the adding of a large all_reduce."""
-    return statement.op == ops.ALL_REDUCE and statement.total > DIRECT_NBYTES
+def is_shared_out(statement: Statement, size: int) -> bool:
+    """Return whether the ranks share the adding of a large all_reduce: two would only wait more often."""
+    return statement.op == ops.ALL_REDUCE and statement.total > DIRECT_NBYTES and size > 2
 
 
 def is_small(statement: Statement) -> bool:
@@ -42,19 +41,19 @@ def is_small(statement: Statement) -> bool:
 # ---- the pieces of a stream of blocks
 
 
-def _step(blocks: Blocks) -> int:
-    return max(CHUNK_NBYTES // len(blocks) & ~63, 64)
+def _step(blocks: Blocks, chunk_nbytes: int) -> int:
+    return max(chunk_nbytes // len(blocks) & ~63, 64)
 
 
-def _num_pieces(blocks: Blocks) -> int:
+def _num_pieces(blocks: Blocks, chunk_nbytes: int) -> int:
     if not blocks:
         return 0
-    return -(-max(nbytes for _, nbytes in blocks) // _step(blocks))
+    return -(-max(nbytes for _, nbytes in blocks) // _step(blocks, chunk_nbytes))
 
 
-def _slices(blocks: Blocks, number: int) -> tuple[list[tuple[int, int, int]], int]:
+def _slices(blocks: Blocks, number: int, chunk_nbytes: int) -> tuple[list[tuple[int, int, int]], int]:
     """Return what piece `number` has of each block, (start in the block, bytes, offset in the piece), and its size."""
-    step = _step(blocks)
+    step = _step(blocks, chunk_nbytes)
     start = number * step
     slices, offset = [], 0
     for _, nbytes in blocks:
@@ -65,7 +64,7 @@ def _slices(blocks: Blocks, number: int) -> tuple[list[tuple[int, int, int]], in
 
 
 def _put(streams: Streams, blocks: Blocks, memories: Sequence[memoryview], number: int) -> None:
-    slices, nbytes = _slices(blocks, number)
+    slices, nbytes = _slices(blocks, number, streams.chunk_nbytes)
     room = streams.reserve(nbytes)
     for (start, count, offset), memory in zip(slices, memories, strict=True):
         if count:
@@ -77,22 +76,22 @@ def eager(streams: Streams, statement: Statement, operation: Operation, size: in
     if is_small(statement):
         streams.reserve(statement.total)[:] = operation.pushes[0][1]
         return
-    if is_shared_out(statement):
+    if is_shared_out(statement, size):
         _put_chunk(streams, operation.pushes[0][1], 0, size)
         return
     blocks = given(statement, streams.rank, size)
-    if _num_pieces(blocks):
+    if _num_pieces(blocks, streams.chunk_nbytes):
         _put(streams, blocks, _memories(operation, blocks, size), 0)
 
 
 def skip_eager(streams: Streams, statement: Statement, peer: int, size: int) -> None:
     """Pass over the first piece of a peer's stream: its operation has failed."""
-    if is_shared_out(statement):
-        streams.next(peer, _pushed_nbytes(statement.total, 0, peer, size))
+    if is_shared_out(statement, size):
+        streams.next(peer, _pushed_nbytes(streams, statement.total, 0, peer, size))
         return
     blocks = given(statement, peer, size)
-    if _num_pieces(blocks):
-        streams.next(peer, _slices(blocks, 0)[1])
+    if _num_pieces(blocks, streams.chunk_nbytes):
+        streams.next(peer, _slices(blocks, 0, streams.chunk_nbytes)[1])
 
 
 def _memories(operation: Operation, blocks: Blocks, size: int) -> list[memoryview]:
@@ -110,10 +109,11 @@ def exchange(streams: Streams, said: Sequence[Statement], operation: Operation) 
     """Run any operation but a large all_reduce. `said` are all ranks' statements."""
     rank, size = streams.rank, len(said)
     blocks = [given(statement, peer, size) for peer, statement in enumerate(said)]
-    pieces = [_num_pieces(theirs) for theirs in blocks]
+    pieces = [_num_pieces(theirs, streams.chunk_nbytes) for theirs in blocks]
     wanted = [_wanted(theirs, peer, rank) for peer, theirs in enumerate(blocks)]
     memories = _memories(operation, blocks[rank], size)
-    summed = _Sum(operation, rank, size) if ops.ROWS[operation.op].combine == ops.REDUCE and operation.pulls else None
+    adds = ops.ROWS[operation.op].combine == ops.REDUCE and operation.pulls
+    summed = _Sum(operation, rank, size, streams.chunk_nbytes) if adds else None
     targets = {} if summed is not None else _targets(operation, size)
     for number in range(max(pieces)):
         if number + 1 < pieces[rank]:
@@ -124,7 +124,7 @@ def exchange(streams: Streams, said: Sequence[Statement], operation: Operation) 
         for peer in range(size):
             if peer == rank or number >= pieces[peer]:
                 continue
-            slices, nbytes = _slices(blocks[peer], number)
+            slices, nbytes = _slices(blocks[peer], number, streams.chunk_nbytes)
             at = streams.next(peer, nbytes)
             index = wanted[peer]
             if index < 0:
@@ -164,7 +164,7 @@ def _targets(operation: Operation, size: int) -> dict[int, memoryview]:
 class _Sum:
     """Adds pieces of all ranks into this rank's pull."""
 
-    def __init__(self, operation: Operation, rank: int, size: int) -> None:
+    def __init__(self, operation: Operation, rank: int, size: int, chunk_nbytes: int) -> None:
         self._dtype = operation.dtype
         self._redop = operation.redop
         block, self._out = operation.pulls[0]
@@ -172,7 +172,7 @@ class _Sum:
         self._rank = rank
         self._size = size
         # The result may lie in this rank's input. The first two inputs are read before the first result is written.
-        self._scratch = memoryview(bytearray(min(CHUNK_NBYTES, self._out.nbytes))) if rank > 1 else None
+        self._scratch = memoryview(bytearray(min(chunk_nbytes, self._out.nbytes))) if rank > 1 else None
 
     def add(self, views: dict[int, memoryview], start: int) -> None:
         nbytes = next(iter(views.values())).nbytes
@@ -206,20 +206,21 @@ def _parts(nbytes: int, size: int) -> tuple[int, list[tuple[int, int]]]:
     return step, [(min(rank * step, nbytes), min((rank + 1) * step, nbytes)) for rank in range(size)]
 
 
-def _chunk_nbytes(total: int, number: int) -> int:
-    return min(total - number * CHUNK_NBYTES, CHUNK_NBYTES)
+def _chunk(total: int, number: int, chunk_nbytes: int) -> tuple[int, int]:
+    """Return where a chunk of the tensor starts, and its size."""
+    start = number * chunk_nbytes
+    return start, min(total - start, chunk_nbytes)
 
 
-def _pushed_nbytes(total: int, number: int, rank: int, size: int) -> int:
-    nbytes = _chunk_nbytes(total, number)
+def _pushed_nbytes(streams: Streams, total: int, number: int, rank: int, size: int) -> int:
+    _, nbytes = _chunk(total, number, streams.chunk_nbytes)
     start, end = _parts(nbytes, size)[1][rank]
     return nbytes - (end - start)
 
 
 def _put_chunk(streams: Streams, memory: memoryview, number: int, size: int) -> None:
     """Write a chunk without this rank's own part."""
-    base = number * CHUNK_NBYTES
-    nbytes = _chunk_nbytes(memory.nbytes, number)
+    base, nbytes = _chunk(memory.nbytes, number, streams.chunk_nbytes)
     start, end = _parts(nbytes, size)[1][streams.rank]
     room = streams.reserve(nbytes - (end - start))
     if start:
@@ -234,20 +235,19 @@ def all_reduce(streams: Streams, operation: Operation, size: int) -> None:
     peers = [peer for peer in range(size) if peer != rank]
     memory, result = operation.pushes[0][1], operation.pulls[0][1]
     total = memory.nbytes
-    num_chunks = -(-total // CHUNK_NBYTES)
+    num_chunks = -(-total // streams.chunk_nbytes)
     arrives = [0] * size
     done = [0] * size
     """how much of each stream is not needed any more"""
     for peer in peers:
-        arrives[peer] = streams.next(peer, _pushed_nbytes(total, 0, peer, size))
+        arrives[peer] = streams.next(peer, _pushed_nbytes(streams, total, 0, peer, size))
         done[peer] = streams.position(peer)
     for number in range(num_chunks):
         last = number + 1 == num_chunks
         if not last:
             _put_chunk(streams, memory, number + 1, size)
             streams.publish()
-        base = number * CHUNK_NBYTES
-        nbytes = _chunk_nbytes(total, number)
+        base, nbytes = _chunk(total, number, streams.chunk_nbytes)
         _, parts = _parts(nbytes, size)
         start, end = parts[rank]
         if end > start:
@@ -267,7 +267,7 @@ def all_reduce(streams: Streams, operation: Operation, size: int) -> None:
             streams.give_up(done)
         for peer in peers:
             if not last:
-                arrives[peer] = streams.next(peer, _pushed_nbytes(total, number + 1, peer, size))
+                arrives[peer] = streams.next(peer, _pushed_nbytes(streams, total, number + 1, peer, size))
             first, behind = parts[peer]
             at = streams.next(peer, behind - first)
             if behind > first:

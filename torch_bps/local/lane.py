@@ -245,7 +245,7 @@ class Lane:
         self._agreed = True
         if exchange.is_small(statement):
             exchange.all_reduce_small(streams, operation, size)
-        elif exchange.is_shared_out(statement):
+        elif exchange.is_shared_out(statement, size):
             exchange.all_reduce(streams, operation, size)
         else:
             exchange.exchange(streams, said, operation)

@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch_bps.local import futex
-from torch_bps.local.board import CONSUMED, PUBLISHED, RING_NBYTES, WANTS_SPACE, Board
+from torch_bps.local.board import CONSUMED, PUBLISHED, WANTS_SPACE, Board, chunk_nbytes, ring_nbytes
 
 Sleep = Callable[[int, int, int], None]
 """(rank, word, value): return when that word of that rank's board is at least `value`, or raise"""
-
-
-def _place(position: int, nbytes: int) -> int:
-    """Return where the next piece starts."""
-    left = RING_NBYTES - position % RING_NBYTES
-    return position + left if nbytes > left else position
 
 
 def _end(start: int, nbytes: int) -> int:
@@ -35,25 +29,33 @@ class Streams:
 
     def __init__(self, boards: Sequence[Board], rank: int, sleep: Sleep) -> None:
         self.rank = rank
+        self.chunk_nbytes = chunk_nbytes(len(boards))
+        """no piece is larger, but for the gaps that align its blocks"""
+        self._ring_nbytes = ring_nbytes(len(boards))
         self._boards = boards
         self._own = boards[rank]
         self._others = [peer for peer in range(len(boards)) if peer != rank]
         self._sleep = sleep
         self._written = 0
-        self._free_until = RING_NBYTES
+        self._free_until = self._ring_nbytes
         """position up to which the others leave room, as far as was looked"""
         self._taken = [0] * len(boards)
+
+    def _place(self, position: int, nbytes: int) -> int:
+        """Return where the next piece starts."""
+        left = self._ring_nbytes - position % self._ring_nbytes
+        return position + left if nbytes > left else position
 
     # ---- writing
 
     def reserve(self, nbytes: int) -> memoryview:
         """Return room for the next piece; it is sent by `publish`. Waits until the others have made room."""
-        start = _place(self._written, nbytes)
+        start = self._place(self._written, nbytes)
         end = _end(start, nbytes)
         if end > self._free_until:
             self._wait_for_space(end)
         self._written = end
-        offset = start % RING_NBYTES
+        offset = start % self._ring_nbytes
         return self._own.ring[offset : offset + nbytes]
 
     def show(self) -> None:
@@ -67,7 +69,7 @@ class Streams:
 
     def _wait_for_space(self, end: int) -> None:
         words = self._own.words
-        word, needed = CONSUMED + self.rank, end - RING_NBYTES
+        word, needed = CONSUMED + self.rank, end - self._ring_nbytes
         if any(self._boards[peer].words[word] < needed for peer in self._others):
             words[PUBLISHED] = self._written  # else they could not take what they are waited for
             words[WANTS_SPACE] = 1
@@ -75,13 +77,13 @@ class Streams:
             for peer in self._others:
                 self._sleep(peer, word, needed)
             words[WANTS_SPACE] = 0
-        self._free_until = min(self._boards[peer].words[word] for peer in self._others) + RING_NBYTES
+        self._free_until = min(self._boards[peer].words[word] for peer in self._others) + self._ring_nbytes
 
     # ---- reading
 
     def next(self, peer: int, nbytes: int) -> int:
         """Return where the next piece of `peer`'s stream starts, and go on to the one behind it."""
-        start = _place(self._taken[peer], nbytes)
+        start = self._place(self._taken[peer], nbytes)
         self._taken[peer] = _end(start, nbytes)
         return start
 
@@ -95,7 +97,7 @@ class Streams:
         end = start + nbytes
         if board.words[PUBLISHED] < end:
             self._sleep(peer, PUBLISHED, end)
-        offset = start % RING_NBYTES
+        offset = start % self._ring_nbytes
         return board.ring[offset : offset + nbytes]
 
     def give_up(self, positions: Sequence[int]) -> None:
