@@ -207,30 +207,34 @@ def test_a_colocated_server_ends_with_its_killed_parent() -> None:
 
 def mismatch(rank: int, world_size: int, what: str) -> str:
     dist.init_process_group("byteps", timeout=timedelta(seconds=60))
-    tensor = torch.ones(100 + (rank == 1 and what == "size"))
-    if rank == 1 and what == "dtype":
-        tensor = tensor.double()
+    odd = rank == 1
+    tensor = torch.ones(120 + 3 * (odd and what == "size"), dtype=torch.float64 if odd and what == "dtype" else None)
     try:
-        if rank == 1 and what == "op":
+        if what == "root":
+            dist.broadcast(tensor, 2 if odd else 0)
+        elif what == "splits":
+            # rank 1 takes another number of elements from rank 0 than that gives it
+            dist.all_to_all_single(torch.ones(120), tensor, [39, 40, 41] if odd else [40, 40, 40], [40, 40, 40])
+        elif what == "op" and odd:
             dist.broadcast(tensor, 0)
-        elif rank == 1 and what == "kind":
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
         else:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX if odd and what == "kind" else dist.ReduceOp.SUM)
     except MismatchError as error:
         return str(error)
     return "no error"
 
 
-@modes
-@pytest.mark.parametrize("what", ["size", "dtype", "op", "kind"])
+@pytest.mark.parametrize("mode", [*MODES, HIERARCHICAL])
+@pytest.mark.parametrize("what", ["size", "dtype", "op", "kind", "root", "splits"])
 def test_ranks_that_disagree_are_told_each_others_view(mode: str, what: str) -> None:
-    results = run_ranks(mismatch, 3, what, env=MODES[mode], check=False)
+    results = run_ranks(mismatch, 3, what, env=lambda rank: env_of(mode, rank), check=False)
     for result in results:
+        if what == "root" and result.value == "no error":
+            assert result.rank == 2  # it needed only rank 0, and was done before rank 1 came
+            continue
         views = result.value.splitlines()
         assert views[0].startswith("the ranks disagree"), result.value
-        assert sum(line.strip().startswith(("rank 0: ", "rank 1: ", "rank 2: ")) for line in views) >= 2
-        assert any(line.startswith("  rank 1: ") for line in views)
+        assert sum(line.strip().startswith(("rank 0: ", "rank 1: ", "rank 2: ", "node ")) for line in views) >= 2
         assert any(line.startswith("  operation: ") for line in views)  # its own view, if it came last
 
 

@@ -21,6 +21,7 @@ from torch_bps.core.traffic import Traffic
 from torch_bps.errors import (
     BY_NAME,
     BytePSError,
+    MismatchError,
     OperationTimeout,
     PeerLostError,
     ProtocolError,
@@ -184,7 +185,8 @@ class Client:
         remember(self._failed, flight_id, None)
         if tell:
             group, stream, sequence = flight_id
-            text = f"{self.who} gave it up: {error.what}"
+            told = isinstance(error, MismatchError)  # which names every rank already
+            text = error.what if told else f"{self.who} gave it up: {error.what}"
             message = control.Cancel(group, stream, sequence, type(error).__name__, text)
             for link in flights[0].group.links():
                 if link.closed is None and link.ready:

@@ -165,7 +165,9 @@ class Engine:
             return out
         record = found.records.get(key)
         name = statements.name_of(record.header) if record else f"operation #{sequence}"
-        failure = Failure(error, f"{found.name_of(index)} gave up {name}: {text}", "", index)
+        if error != "MismatchError":
+            text = f"{found.name_of(index)} gave up {name}: {text}"
+        failure = Failure(error, text, "", index)
         if record is None:
             remember(found.failed, key, failure)
         else:
