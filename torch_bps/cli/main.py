@@ -12,6 +12,7 @@ usage: byteps COMMAND [options]
 commands:
   server    run a summation server (byteps server --help)
   bench     measure collectives, beside other backends (byteps bench --help)
+  plan      what servers gain for so many nodes and links (byteps plan --help)
   version   print the version
 """
 
@@ -27,6 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
         from torch_bps.bench.__main__ import main as bench_main
 
         return bench_main(rest)
+    if command == "plan":
+        from torch_bps.cli.plan import main as plan_main
+
+        return plan_main(rest)
     if command in ("version", "--version"):
         print(f"torch_bps {torch_bps.__version__}")
         return 0
