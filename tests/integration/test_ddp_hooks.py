@@ -1,6 +1,7 @@
 """DDP's communication hooks, model averaging, and optimizers that run within the backward pass.
 
-Not here: quantization_perchannel_hook, batched_powerSGD_hook and _apply_optimizer_in_backward, which fail in torch itself on CPU.
+Not here: quantization_perchannel_hook, batched_powerSGD_hook and _apply_optimizer_in_backward, which fail in torch
+itself on CPU.
 Annotations are not postponed in this file: DDP compares those of a hook with types.
 """
 
@@ -88,7 +89,7 @@ def hook_that_gathers(rank: int, world_size: int) -> Weights:
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gathered = [torch.empty_like(bucket.buffer()) for _ in range(world_size)]
         future = dist.all_gather(gathered, bucket.buffer(), async_op=True).get_future()
-        return future.then(lambda done: torch.stack(done.value()[0])).then(lambda done: done.value().mean(0))
+        return future.then(lambda done: torch.stack(gathered)).then(lambda done: done.value().mean(0))
 
     return hooked(rank, hook)
 
@@ -107,7 +108,7 @@ def quantized_by_hand(
     return worst, largest_error
 
 
-@not_on_gloo("it cannot gather bytes that this hook sends")
+@not_on_gloo("its futures hold a flat list, the hook reads a nested one as of NCCL")
 def quantization_per_tensor(rank: int, world_size: int) -> tuple[float, float]:
     expected = hooked(rank, default_hooks.allreduce_hook)
     return quantized_by_hand(quantization_hooks.quantization_pertensor_hook, rank, world_size, expected, 0.02)
