@@ -8,19 +8,18 @@
     def test_ddp(check: Check, mode: str) -> None:
         SUITE.compare(check, mode)
 
-All checks of a suite share one job (a job takes seconds to start), first on byteps and then, in the same processes, on
-gloo; yet each is a case of its own. Results are compared bit for bit unless the check is marked otherwise.
+All checks of a suite share one job on byteps and one on gloo (a job takes seconds to start), yet each is a case of its
+own. Results are compared bit for bit unless the check is marked otherwise.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import random
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,7 +31,6 @@ from tests.integration.rig import run_ranks
 Check = Callable[[int, int], Any]
 
 SEED = 20190
-GROUP_TIMEOUT = timedelta(seconds=20)
 MODES: dict[str, dict[str, str]] = {"shm": {}, "server": {"BYTEPS_FORCE_DISTRIBUTED": "1"}}
 
 
@@ -77,7 +75,7 @@ class Suite:
         self.checks = checks
         self.world_size = world_size
         self.timeout_s = timeout_s
-        self._outcomes: dict[tuple[str, str], list[dict[str, Outcome]] | str] = {}
+        self._jobs: dict[tuple[str, str], list[dict[str, Outcome]] | str] = {}
 
     def cases(self, *modes: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         """Return the decorator that makes each check, in each mode, a case of a test."""
@@ -91,65 +89,53 @@ class Suite:
 
     def compare(self, check: Check, mode: str) -> None:
         """Fail unless the check passed on byteps in this mode, and returned what it returns on gloo."""
-        ours = self._of(check, "byteps", mode)
+        ours = self._values(check, "byteps", mode)
         if not hasattr(check, "not_on_gloo"):
             rtol, atol = getattr(check, "tolerance", (0.0, 0.0))
-            for rank, (our, their) in enumerate(zip(ours, self._of(check, "gloo", "shm"), strict=True)):
+            for rank, (our, their) in enumerate(zip(ours, self._values(check, "gloo", "shm"), strict=True)):
                 same(our, their, rtol, atol, f"rank {rank}")
 
-    def _of(self, check: Check, backend: str, mode: str) -> list[Any]:
-        if (backend, mode) not in self._outcomes:
-            self._run(mode)
-        outcomes = self._outcomes[backend, mode]
-        if isinstance(outcomes, str):
-            pytest.fail(outcomes, pytrace=False)
-        values = []
-        for rank, outcome in enumerate(rank_outcomes[check.__name__] for rank_outcomes in outcomes):
+    def _values(self, check: Check, backend: str, mode: str) -> list[Any]:
+        if (backend, mode) not in self._jobs:
+            self._jobs[backend, mode] = self._run(backend, mode)
+        job = self._jobs[backend, mode]
+        if isinstance(job, str):
+            pytest.fail(job, pytrace=False)
+        outcomes = [outcomes[check.__name__] for outcomes in job]
+        for rank, outcome in enumerate(outcomes):
             if outcome.error:
                 pytest.fail(f"{check.__name__} on {backend} ({mode}), rank {rank}:\n{outcome.error}", pytrace=False)
-            values.append(outcome.value)
-        return values
+        return [outcome.value for outcome in outcomes]
 
-    def _run(self, mode: str) -> None:
-        backends = ("byteps", "gloo") if mode == "shm" else ("byteps",)
-        names = [(check.__name__, not hasattr(check, "not_on_gloo")) for check in self.checks]
+    def _run(self, backend: str, mode: str) -> list[dict[str, Outcome]] | str:
+        checks = [check for check in self.checks if backend == "byteps" or not hasattr(check, "not_on_gloo")]
+        names = [check.__name__ for check in checks]
         try:
             results = run_ranks(
                 run,
                 self.world_size,
-                self.checks[0].__module__,
+                checks[0].__module__,
                 names,
-                backends,
-                env={"TORCHINDUCTOR_COMPILE_THREADS": "1", **MODES[mode]},
+                backend=backend,
+                env=MODES[mode],
                 timeout_s=self.timeout_s,
+                check=backend == "byteps",  # gloo aborts now and then at exit
             )
         except AssertionError as failure:
-            self._outcomes.update({(backend, mode): str(failure) for backend in backends})
-            return
-        for backend in backends:
-            self._outcomes[backend, mode] = [result.value[backend] for result in results]
+            return str(failure)
+        failures = [f"{backend}: {result} {result.output[-2000:]}" for result in results if result.value is None]
+        return "\n".join(failures) or [result.value for result in results]
 
 
-def run(
-    rank: int, world_size: int, module: str, names: Sequence[tuple[str, bool]], backends: Sequence[str]
-) -> dict[str, dict[str, Outcome]]:
-    """Run the checks of a module on each backend; what the job's ranks do."""
+def run(rank: int, world_size: int, module: str, names: Sequence[str]) -> dict[str, Outcome]:
+    """Run checks of a module; what each rank of a job does."""
     warnings.simplefilter("ignore")
     checks = importlib.import_module(module)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    outcomes: dict[str, dict[str, Outcome]] = {}
-    for backend in backends:
-        outcomes[backend] = {name: Outcome(None, "not reached: see the check before") for name, _ in names}
-        dist.init_process_group(
-            backend, store=dist.PrefixStore(backend, store), rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
-        )
-        for name, on_gloo in names:
-            if backend == "gloo" and not on_gloo:
-                continue
-            outcome = outcomes[backend][name] = _outcome(getattr(checks, name), rank, world_size)
-            if not _all_agree(dist.PrefixStore(f"{backend}/{name}", store), rank, world_size, not outcome.error):
-                break  # the ranks are no longer at the same collective
-        dist.destroy_process_group()
+    outcomes = {name: Outcome(None, "not reached: see the check before") for name in names}
+    for name in names:
+        outcomes[name] = _outcome(getattr(checks, name), rank, world_size)
+        if not _all_agree(name, rank, world_size, not outcomes[name].error):
+            break  # the ranks are no longer at the same collective
     return outcomes
 
 
@@ -161,13 +147,14 @@ def _outcome(check: Check, rank: int, world_size: int) -> Outcome:
     except Exception:
         return Outcome(None, traceback.format_exc())
     finally:
-        if "torch._dynamo" in __import__("sys").modules:
-            torch._dynamo.reset()
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.reset()
 
 
-def _all_agree(store: dist.Store, rank: int, world_size: int, passed: bool) -> bool:
-    store.set(str(rank), str(passed))
-    return len({store.get(str(other)) for other in range(world_size)}) == 1
+def _all_agree(name: str, rank: int, world_size: int, passed: bool) -> bool:
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}/{rank}", str(passed))
+    return len({store.get(f"{name}/{other}") for other in range(world_size)}) == 1
 
 
 def same(ours: Any, theirs: Any, rtol: float, atol: float, where: str) -> None:
