@@ -69,10 +69,14 @@ class Suite:
         checks: top-level functions of one module.
         world_size: number of ranks.
         timeout_s: for the whole job.
+        env: more settings.
     """
 
-    def __init__(self, *checks: Check, world_size: int = 2, timeout_s: float = 50.0) -> None:
+    def __init__(
+        self, *checks: Check, world_size: int = 2, timeout_s: float = 50.0, env: Mapping[str, str] | None = None
+    ) -> None:
         self.checks = checks
+        self.env = dict(env or {})
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._jobs: dict[tuple[str, str], list[dict[str, Outcome]] | str] = {}
@@ -117,7 +121,7 @@ class Suite:
                 checks[0].__module__,
                 names,
                 backend=backend,
-                env=MODES[mode],
+                env={**self.env, **MODES[mode]},
                 timeout_s=self.timeout_s,
                 check=backend == "byteps",  # gloo aborts now and then at exit
             )

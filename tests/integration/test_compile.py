@@ -157,7 +157,14 @@ AOT_EAGER = Suite(
     compiled_optimizer,
     timeout_s=110,
 )
-INDUCTOR = Suite(ddp_inductor, ddp_python_reducer_inductor, fsdp2_inductor, collectives_inductor, timeout_s=170)
+INDUCTOR = Suite(
+    ddp_inductor,
+    ddp_python_reducer_inductor,
+    fsdp2_inductor,
+    collectives_inductor,
+    timeout_s=170,
+    env={"TORCHINDUCTOR_COMPILE_THREADS": "1"},  # no pool of compiling processes
+)
 
 
 @pytest.mark.slow
