@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -203,6 +204,13 @@ def in_a_subgroup(rank: int, world_size: int) -> Weights:
     }
 
 
+def replicated(rank: int, world_size: int) -> Weights:
+    """The composable form of DDP."""
+    model = replicate(mlp(), bucket_cap_mb=SMALL_BUCKETS_MB)
+    fit(model, sgd(model), rank)
+    return weights(model)
+
+
 def on_a_device_mesh(rank: int, world_size: int) -> Weights:
     mesh = dist.init_device_mesh("cpu", (world_size,))
     return trained(rank, mlp(), device_mesh=mesh)
@@ -285,6 +293,7 @@ SUITE = Suite(
     activation_checkpointing,
     clipped_gradients,
     in_a_subgroup,
+    replicated,
     on_a_device_mesh,
     two_models_in_turn,
     join_of_uneven_inputs,
@@ -294,6 +303,6 @@ SUITE = Suite(
 )
 
 
-@SUITE.cases("shm", "server")
+@SUITE.cases("shm", "server", "debug")
 def test_ddp(check: Check, mode: str) -> None:
     SUITE.compare(check, mode)
