@@ -26,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.integration.jobs import describe
 from tests.integration.rig import run_ranks
 
 Check = Callable[[int, int], Any]
@@ -36,6 +37,8 @@ MODES: dict[str, dict[str, str]] = {
     "server": {"BYTEPS_FORCE_DISTRIBUTED": "1"},
     "debug": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},  # gloo, always compared in mode "shm", segfaults in DDP with it
 }
+HOW = {"shm": "without a server", "server": "1 co-located server", "debug": "without a server"}
+"""what a group of each mode says of itself"""
 
 
 class Outcome(NamedTuple):
@@ -124,6 +127,7 @@ class Suite:
                 self.world_size,
                 checks[0].__module__,
                 names,
+                HOW[mode] if backend == "byteps" else "",
                 backend=backend,
                 env={**self.env, **MODES[mode]},
                 timeout_s=self.timeout_s,
@@ -135,8 +139,9 @@ class Suite:
         return "\n".join(failures) or [result.value for result in results]
 
 
-def run(rank: int, world_size: int, module: str, names: Sequence[str]) -> dict[str, Outcome]:
-    """Run checks of a module; what each rank of a job does."""
+def run(rank: int, world_size: int, module: str, names: Sequence[str], how: str) -> dict[str, Outcome]:
+    """Run checks of a module; what each rank of a job does. `how` is in the description of the group."""
+    assert how in describe(), describe()
     warnings.simplefilter("ignore")
     checks = importlib.import_module(module)
     outcomes = {name: Outcome(None, "not reached: see the check before") for name in names}
