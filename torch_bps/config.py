@@ -98,7 +98,10 @@ def _text(text: str) -> str:
 def _addresses(text: str) -> tuple[str, ...]:
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     for address in addresses:
-        split_address(address)
+        if split_address(address)[1] == 0:
+            raise ValueError(address)  # nobody can be reached at port 0
+    if text.strip() and not addresses:
+        raise ValueError(text)
     return addresses
 
 

@@ -98,3 +98,10 @@ BY_NAME: dict[str, type[BytePSError]] = {
     )
 }
 """How an error crosses the wire: by class name (see wire.control.Failed), never by pickle."""
+
+
+def told(error: BytePSError) -> tuple[str, str]:
+    """Return the class name and the text of an error of this rank's as the other ranks are told it."""
+    if isinstance(error, ClosedError):  # closed here; to them this rank is lost
+        return PeerLostError.__name__, "it destroyed its process group, or ended"
+    return type(error).__name__, error.what

@@ -21,10 +21,10 @@ from torch_bps.core.traffic import Traffic
 from torch_bps.errors import (
     BY_NAME,
     BytePSError,
-    MismatchError,
     OperationTimeout,
     PeerLostError,
     ProtocolError,
+    told,
 )
 from torch_bps.transport.base import Buffer, Reactor
 from torch_bps.transport.memory import copy_bytes
@@ -185,9 +185,7 @@ class Client:
         remember(self._failed, flight_id, None)
         if tell:
             group, stream, sequence = flight_id
-            told = isinstance(error, MismatchError)  # which names every rank already
-            text = error.what if told else f"{self.who} gave it up: {error.what}"
-            message = control.Cancel(group, stream, sequence, type(error).__name__, text)
+            message = control.Cancel(group, stream, sequence, *told(error))
             for link in flights[0].group.links():
                 if link.closed is None and link.ready:
                     link.send_message(message)

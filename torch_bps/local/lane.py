@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from torch_bps.errors import BY_NAME, BytePSError, ClosedError, MismatchError, OperationTimeout, PeerLostError
+from torch_bps.errors import BY_NAME, BytePSError, ClosedError, MismatchError, OperationTimeout, PeerLostError, told
 from torch_bps.local import exchange, futex
 from torch_bps.local.board import BELL, BROKEN, FINISHED, GAVE_UP, LEFT, STAMPED, Board
 from torch_bps.local.statement import disagreement, statement_of, unpack
@@ -268,7 +268,7 @@ class Lane:
         """Leave the operation so that the next one works, or break the group; returns the error to report."""
         sequence = operation.sequence
         if self.broken is None and self._stamped and not self._agreed:
-            self._own.tell(GAVE_UP + (sequence & 1), f"{type(failure).__name__}|{failure.what}")
+            self._tell(GAVE_UP + (sequence & 1), failure)
             futex.fence()
             # Who has not come yet will see that it was given up before it agrees to anything; and so will those who
             # wait for it. If all have come, some may have agreed just now, unless nobody can.
@@ -288,8 +288,11 @@ class Lane:
     def _break(self, error: BytePSError) -> None:
         if self.broken is None:
             self.broken = error
-        self._own.tell(BROKEN, f"{type(error).__name__}|{error.what}")
+        self._tell(BROKEN, error)
         self._on_broken(error)
+
+    def _tell(self, word: int, error: BytePSError) -> None:
+        self._own.tell(word, "|".join(told(error)))
 
     def _named(self, error: BytePSError, operation: Operation) -> BytePSError:
         label = f"{operation.label} #{operation.sequence}"

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import struct
 import time
@@ -38,6 +37,7 @@ from torch_bps.errors import ConfigError, PeerLostError
 from torch_bps.transport.arena import Arena, Segment, map_received
 from torch_bps.transport.base import Channel, Handler, Reactor
 from torch_bps.transport.shm_channel import ShmChannel
+from torch_bps.transport.stream_listener import StreamListener
 
 log = logging.getLogger("torch_bps.transport.shm")
 
@@ -45,52 +45,34 @@ CONNECT_S: Final = 10.0
 _RETRY_S: Final = 0.005
 
 
-class ShmListener:
-    """An abstract unix socket that accepts channels."""
+class ShmListener(StreamListener):
+    """Accepts connections at an abstract name, of processes of this user and of root."""
 
     def __init__(self, owner: ShmTransport, reactor: Reactor, name: str, accept: Callable[[Channel], Handler]) -> None:
-        self.address = f"shm://{name}"
         self._owner = owner
-        self._reactor = reactor
         self._accept = accept
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        address = f"shm://{name}"
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.setblocking(False)
-            self._socket.bind("\0" + name)
-            self._socket.listen(socket.SOMAXCONN)
+            listening.setblocking(False)
+            listening.bind("\0" + name)
+            listening.listen(socket.SOMAXCONN)
         except OSError as error:
-            self._socket.close()
+            listening.close()
             raise ConfigError(
-                f"cannot listen at {self.address}: {error.strerror or error}",
+                f"cannot listen at {address}: {error.strerror or error}",
                 hint="another process has this name, or it is longer than 107 bytes",
             ) from error
-        reactor.add(self._socket.fileno(), select.EPOLLIN, self._on_events)
+        super().__init__(reactor, listening, address)
 
-    def close(self) -> None:
-        """Accept no more."""
-        if self._socket.fileno() >= 0:
-            self._reactor.remove(self._socket.fileno())
-            self._socket.close()
-
-    def _on_events(self, events: int) -> None:
-        try:
-            connection, _ = self._socket.accept()
-        except OSError as error:  # it went away again, or no descriptors are left: the next event tries again
-            log.warning("%s: cannot accept: %s", self.address, error)
-            return
+    def _accepted(self, connection: socket.socket, address: object) -> None:
         pid, is_ours = _credentials(connection)
         if not is_ours:
             log.warning("%s: refused a process of another user", self.address)
             connection.close()
             return
-        connection.setblocking(False)
         channel = ShmChannel(self._owner, self._reactor, f"process {pid}, a client of {self.address}")
-        try:
-            channel.handler = self._accept(channel)
-        except Exception:
-            log.exception("%s: a new channel was not accepted", self.address)
-            connection.close()
-            return
+        channel.handler = self._accept(channel)
         channel.open(connection)
 
 
