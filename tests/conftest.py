@@ -12,6 +12,7 @@ import functools
 import gc
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 for _name in [name for name in os.environ if name.startswith("BYTEPS_")]:
     del os.environ[_name]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would the ranks
 
 import numpy as np
 import pytest
