@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 # field: (variable, default, text in the environment, its value, an option's value, refused texts, refused options)
 FIELDS: dict[str, tuple[str, Any, str, Any, Any, list[str], list[Any]]] = {
-    "servers": ("BYTEPS_SERVERS", (), "a:1,[::1]:2", ("a:1", "[::1]:2"), ("b:3",), ["a", "a:b", "a:0", ","], [["a"], 5]),
+    "servers": ("BYTEPS_SERVERS", (), "a:1,[::1]:2", ("a:1", "[::1]:2"), ("b:3",), ["a", "a:0", ","], [["a"], 5]),
     "num_servers": ("BYTEPS_NUM_SERVERS", 0, "4096", 4096, 3, ["-1", "4097", "x", "1.5", ""], [-1, True, 1.0, "x"]),
     "force_distributed": ("BYTEPS_FORCE_DISTRIBUTED", False, "1", True, True, ["2", "y"], [1, "1", None]),
     "enable_mixed_mode": ("BYTEPS_ENABLE_MIXED_MODE", False, "true", True, True, ["maybe"], [0]),
