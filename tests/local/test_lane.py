@@ -277,6 +277,17 @@ def test_a_disagreement_reaches_all_and_the_group_goes_on(ranks: Ranks, count: i
     assert not ranks.broken
 
 
+def test_two_disagreements_before_a_late_rank_comes(ranks: Ranks) -> None:
+    def run(rank: int) -> None:
+        time.sleep(0.5 if rank == 2 else 0)
+        for sequence in range(2):
+            error = ranks.call(rank, all_reduce(sequence, ints(rank, 700 + (rank == 1)), timeout_s=3.0))
+            assert isinstance(error, MismatchError), error
+        sums(ranks, rank, 2, 3)
+
+    assert ranks.each(run) == [None] * 3
+
+
 def test_splits_that_do_not_fit_are_told_to_all(ranks: Ranks) -> None:
     def run(rank: int) -> None:
         others = [peer for peer in range(3) if peer != rank]

@@ -252,6 +252,14 @@ class Lane:
         self._passed = [sequence + 1] * size
         own.words[FINISHED] = sequence + 1
 
+    def _catch_up_all(self) -> None:
+        """Pass over what has come meanwhile about operations that this rank gave up."""
+        assert self._operation is not None
+        for peer in self._others:
+            sequence = min(self._boards[peer].words[STAMPED], self._operation.sequence)
+            if self._passed[peer] < sequence:
+                self._catch_up(peer, sequence)
+
     def _catch_up(self, peer: int, sequence: int) -> None:
         """Pass over the operations before `sequence` that this rank gave up before the peer came to them."""
         for earlier in range(self._passed[peer], sequence):
@@ -310,6 +318,7 @@ class Lane:
             bell, left = words[BELL], words[LEFT]
             if words[word] >= value:
                 return
+            self._catch_up_all()  # others may wait for just that
             self._look(peer if left else -1)
             futex.wait(board.bell_address, bell)
 
