@@ -288,6 +288,29 @@ def test_two_disagreements_before_a_late_rank_comes(ranks: Ranks) -> None:
     assert ranks.each(run) == [None] * 3
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_disagreements_and_late_ranks_at_random(seed: int) -> None:
+    plan = np.random.default_rng(seed)
+    size = int(plan.integers(2, 5))
+    odd = plan.integers(0, size, 10)
+    agree = plan.random(10) < 0.3
+    late = plan.random((10, size)) < 0.25
+    counts = plan.choice([1, 60, 700, 1500], 10)
+    ranks = Ranks(size)
+
+    def run(rank: int) -> None:
+        for sequence in range(10):
+            time.sleep(0.08 if late[sequence, rank] else 0)
+            own = ints(rank, counts[sequence] + (not agree[sequence] and rank == odd[sequence]), sequence)
+            error = ranks.call(rank, all_reduce(sequence, own), inline=sequence % 2 == 0)
+            assert (error is None) == agree[sequence], error
+            if error is None:
+                np.testing.assert_array_equal(own, sum(ints(peer, counts[sequence], sequence) for peer in range(size)))
+
+    assert ranks.each(run) == [None] * size
+    ranks.close()
+
+
 def test_splits_that_do_not_fit_are_told_to_all(ranks: Ranks) -> None:
     def run(rank: int) -> None:
         others = [peer for peer in range(3) if peer != rank]
