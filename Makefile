@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test check format bench docs clean
+.PHONY: setup frameworks demo test check format bench docs clean
 
 setup: $(STAMP)
 
@@ -16,6 +16,10 @@ $(STAMP): requirements-dev.txt pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --config-settings editable_mode=compat -e .
 	touch $@
+
+# Hugging Face accelerate and PyTorch Lightning: without them their tests are skipped.
+frameworks: setup
+	$(BIN)/python -m pip install --quiet -r requirements-frameworks.txt
 
 demo: setup
 	$(BIN)/python examples/demo.py
@@ -34,7 +38,8 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python benchmarks/startup.py $(ARGS)
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/byteps bench all_reduce $(ARGS)
 
 docs: setup
 	$(BIN)/python -m torch_bps.config > $(VENV)/settings.md
