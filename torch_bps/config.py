@@ -98,6 +98,8 @@ def _text(text: str) -> str:
 def _addresses(text: str) -> tuple[str, ...]:
     addresses = tuple(part.strip() for part in text.split(",") if part.strip())
     for address in addresses:
+        if ";" in address or " " in address:
+            raise ValueError(f"{address!r}: separate servers with commas")
         if split_address(address)[1] == 0:
             raise ValueError(address)  # nobody can be reached at port 0
     if text.strip() and not addresses:
@@ -141,8 +143,8 @@ class Config:
         original="same name and meaning, default 4096000",
     )  # fmt: skip
     scheduling_credit: int = _setting(
-        0, "partitions of a rank in flight until their result is back; 0: 3 for each server", _integer, "0 to 65536",
-        lambda value: 0 <= value <= 65536, original="same name; there it was off by default and given back earlier",
+        0, "partitions of a rank in flight until their result is back; 0: 3 a server, 6 at least", _integer,
+        "0 to 65536", lambda value: 0 <= value <= 65536, original="same name; there it was off by default and given back earlier",
     )  # fmt: skip
     server_engine_thread: int = _setting(
         2, "threads that add, in a server", _integer, "1 to 64", lambda value: 1 <= value <= 64,
@@ -277,7 +279,8 @@ def _checked(setting: dataclasses.Field[Any], value: Any, what: str) -> Any:
             hint=f"allowed: {setting.metadata['allowed']}",
         )
     if not setting.metadata["valid"](value):
-        raise ConfigError(f"{what} is out of range", hint=f"allowed: {setting.metadata['allowed']}")
+        wrong = "is unknown" if isinstance(value, str) else "is out of range"
+        raise ConfigError(f"{what} {wrong}", hint=f"allowed: {setting.metadata['allowed']}")
     if setting.name == "partition_bytes":
         value = -(-value // 64) * 64
     return value

@@ -400,3 +400,12 @@ def test_a_single_process_needs_nothing(tmp_path: object) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3.0"
+
+
+def test_a_failure_while_connecting_is_raised_on_all_ranks() -> None:
+    def env(rank: int) -> dict[str, str]:
+        return {"BYTEPS_NODE_ID": str(rank), "BYTEPS_TRANSPORT": "shm"}
+
+    results = run_ranks(open_only, 2, env=env, check=False, timeout_s=40)
+    for result in results:
+        assert "BYTEPS_TRANSPORT=shm, but the server is on another node" in str(result.error), result.error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch_bps.config import Config
 from torch_bps.core.client import Client
@@ -47,6 +47,7 @@ class Connector:
         deadline_s: float,
         names: dict[str, str] | None = None,
         retry: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> list[Link]:
         """Return a ready link to each address, connecting to those that are new.
 
@@ -55,6 +56,7 @@ class Connector:
             deadline_s: time.monotonic() by when all must be up.
             names: of addresses, for messages.
             retry: try again when a connection is refused: the service may be starting.
+            check: called before each new try; raises if that is in vain.
 
         Raises:
             OperationTimeout, PeerLostError, VersionError: the first that failed.
@@ -69,6 +71,8 @@ class Connector:
                 return [self._client.links[address] for address in addresses]
             now_s = time.monotonic()
             refused = isinstance(waiting.error, PeerLostError)
+            if refused:
+                check()
             if not retry or not refused or now_s + _CONNECT_RETRY_S > deadline_s:
                 raise waiting.error
             if now_s > said_s:

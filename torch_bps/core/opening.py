@@ -174,7 +174,9 @@ class Opening:
         local_addresses = [
             "inproc://self" if peer == rank else plan.members[peer].local for peer in local_ranks if local
         ]
-        links = runtime.connector.connect([*local_addresses, *servers], deadline_s, names=names, retry=True)
+        links = runtime.connector.connect(
+            [*local_addresses, *servers], deadline_s, names, True, self._meeting.check_failed
+        )
         local_links, server_links = links[: len(local_addresses)], links[len(local_addresses) :]
 
         def join(index: int, members: int, uplink: bool) -> control.Join:

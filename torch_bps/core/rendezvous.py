@@ -244,7 +244,7 @@ class Rendezvous:
         poll = _Poll(self._deadline_s)
         count = self._store.add(key, 1)
         while count < self._size:
-            self._check_failed()
+            self.check_failed()
             poll.wait(lambda: self._text("the other ranks to be ready"), self._timeout)
             count = self._store.add(key, 0)
 
@@ -254,12 +254,13 @@ class Rendezvous:
         poll = _Poll(self._deadline_s)
         while not self._store.check([key]):
             if self._offer:
-                self._check_failed()
+                self.check_failed()
             poll.wait(lambda: self._text(what()), self._timeout)
         value: bytes = self._store.get(key)
         return value
 
-    def _check_failed(self) -> None:
+    def check_failed(self) -> None:
+        """Raise what another rank failed with, if one did."""
         key = f"{self._offer}/failed"
         if self._store.check([key]):
             name, _, text = self._store.get(key).decode().partition("|")
@@ -318,7 +319,8 @@ def announced_servers(
     seen = 0
 
     def text() -> str:
-        return f"waiting for servers: {len(up)} of {num_servers} up"
+        hint = "" if up else " (start them with --rdzv-endpoint and --rdzv-id as given to torchrun)"
+        return f"waiting for servers: {len(up)} of {num_servers} up{hint}"
 
     def timeout(said: str) -> BytePSError:
         return OperationTimeout(

@@ -77,7 +77,7 @@ class Announcer:
             with line:
                 told = self._serve(line)
             if not told:
-                self._on_gone(f"the store at {where} has gone", False)
+                self._on_gone(f"the job has ended (its store at {where} has gone)", False)
         except TimeoutError as error:
             self._on_gone(str(error), True)
         except Exception as error:
@@ -145,7 +145,10 @@ class Announcer:
             self._written.add(address)
             log.info("announced at %s:%s as server %d", *address, number)
             if len(targets) == 1:
-                log.info("no round of --rdzv-id %s there: right for a static rendezvous, else waiting", self._run_id)
+                log.info(
+                    "no job of --rdzv-id %s there yet: look at the id, unless the rendezvous is static",
+                    self._run_id,
+                )
 
 
 def _dial(host: str, port: int) -> socket.socket | None:
