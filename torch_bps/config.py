@@ -144,7 +144,8 @@ class Config:
     )  # fmt: skip
     scheduling_credit: int = _setting(
         0, "partitions of a rank in flight until their result is back; 0: 3 a server, 6 at least", _integer,
-        "0 to 65536", lambda value: 0 <= value <= 65536, original="same name; there it was off by default and given back earlier",
+        "0 to 65536", lambda value: 0 <= value <= 65536,
+        original="same name; there it was off by default and given back earlier",
     )  # fmt: skip
     server_engine_thread: int = _setting(
         2, "threads that add, in a server", _integer, "1 to 64", lambda value: 1 <= value <= 64,
