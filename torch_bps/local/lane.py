@@ -79,9 +79,11 @@ class Lane:
         self._streams = Streams(self._boards, rank, self._sleep)
         self._passed = [0] * self.size
         """how many operations of each rank's stream are behind this rank"""
-        self._lock = threading.Lock()  # guards the next four
+        self._lock = threading.Lock()  # guards the next five
         self._queue: deque[tuple[Operation, float]] = deque()
         self._busy = False
+        self._inline = False
+        """a caller runs an operation: the thread must not"""
         self._thread: threading.Thread | None = None
         self._closing = False
         self._wakeup = threading.Condition(self._lock)
@@ -102,7 +104,7 @@ class Lane:
         """
         with self._lock:
             if inline and not self._busy and not self._closing:
-                self._busy = True
+                self._busy = self._inline = True
                 return True
             self._queue.append((operation, time.monotonic()))
             if not self._busy:
@@ -120,6 +122,7 @@ class Lane:
             self._run(operation, time.monotonic())
         finally:
             with self._lock:
+                self._inline = False
                 if self._queue:
                     self._start_thread()
                 else:
@@ -172,8 +175,8 @@ class Lane:
     def _work(self) -> None:
         while True:
             with self._lock:
-                while not (self._busy and self._queue):
-                    if self._closing:
+                while self._inline or not self._queue:
+                    if self._closing and not self._queue:
                         return
                     self._wakeup.wait()
                 operation, submitted_s = self._queue.popleft()
