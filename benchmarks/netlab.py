@@ -100,8 +100,8 @@ class NetLab:
             _call(*in_host, "link", "set", "eth0", "up")
             _call(*self.prefix(i), "sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
             if self._rate_mbit:
-                for place, device in ((in_hub, port), (in_host, "eth0")):
-                    _limit(place, device, self._rate_mbit)
+                _limit(self._hub, port, self._rate_mbit)
+                _limit(host.name, "eth0", self._rate_mbit)
 
 
 @functools.cache
@@ -118,9 +118,8 @@ def why_not() -> str:
         return f"no network namespaces: {getattr(error, 'stderr', '') or error}"
 
 
-def _limit(place: Sequence[str], device: str, rate_mbit: int) -> None:
+def _limit(namespace: str, device: str, rate_mbit: int) -> None:
     """Let a device send no faster than `rate_mbit`."""
-    namespace = place[place.index("-n") + 1]
     bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST_BYTES), "latency", "50ms")
     _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 

@@ -13,7 +13,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.netlab import NetLab, why_not
 
 PORT = 4711
+END_S = 20.0
+"""for a server to drain"""
 GOODPUT = 0.956
 """what TCP passes of a link's rate: 1448 of 1514 bytes"""
 
@@ -55,7 +56,6 @@ def _run(lab: NetLab, options: argparse.Namespace) -> int:
             command = [sys.executable, "-m", "torch_bps.server", "--host", host, "--port", str(PORT)]
             running.append(subprocess.Popen([*lab.prefix(number), *command], stdout=subprocess.DEVNULL))
             servers.append(f"{host}:{PORT}")
-        time.sleep(1.0 if servers else 0.0)
         command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
         command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
         if options.json:
@@ -82,7 +82,11 @@ def _run(lab: NetLab, options: argparse.Namespace) -> int:
         for process in running:
             process.terminate()
         for process in running:
-            process.wait()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
     return next((code for code in codes if code), 0)
 
 

@@ -32,7 +32,13 @@ def test_the_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--nodes", "1"], ["--nodes", "4", "--servers", "-1"], ["--nodes", "4", "--gbps", "0"]]
+    "arguments",
+    [
+        ["--nodes", "1"],
+        ["--nodes", "4", "--servers", "-1"],
+        ["--nodes", "4", "--gbps", "0"],
+        ["--nodes", "4", "--megabytes", "0"],
+    ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -18,6 +18,7 @@ everything and checks: on_close once for each channel, every buffer released exa
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -56,11 +57,13 @@ class TransportContract:
 
     @pytest.fixture
     def rig(self) -> Iterator[Rig]:
+        gc.collect()  # what a test of torch.compile left in cycles would otherwise be closed meanwhile
         before = descriptors()
         rig = Rig(self.kit_class())
         yield rig
         rig.close()
-        assert descriptors() == before
+        after = descriptors()
+        assert after == before, f"left open {after.items() - before.items()}, closed {before.items() - after.items()}"
 
     # ---- frames
 

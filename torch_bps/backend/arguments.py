@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.distributed as dist
 
 OptionsT = TypeVar("OptionsT")
 
@@ -60,9 +59,3 @@ def only(name: str, items: Sequence[Any]) -> Any:
 def seconds(timeout: timedelta, default_s: float) -> float:
     """Return a call's timeout in seconds; unset ones are negative."""
     return timeout.total_seconds() if timeout > _NO_TIMEOUT else default_s
-
-
-def reduce_op(options: Any) -> dist.ReduceOp:
-    """Return the ReduceOp of an options object."""
-    op: dist.ReduceOp = options.reduceOp
-    return op

@@ -6,6 +6,7 @@ does not tell it the spec: so the other backends are made here, when a tensor of
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -116,11 +117,13 @@ class RoutedProcessGroup(ProcessGroupBytePS):
         return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
 
     def _close(self, abort: bool) -> None:
-        for other in self._others.values():
-            if other is not None:
-                other.abort() if abort else other.shutdown()
-        self._others = {}
-        super()._close(abort)
+        others, self._others = list(self._others.values()), {}
+        try:
+            for other in others:
+                if other is not None and os.getpid() == self._pid:
+                    other.abort() if abort else other.shutdown()
+        finally:
+            super()._close(abort)
 
 
 def _first_tensor(args: Iterable[object]) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ Backends take turns, in one run, a few calls each time: on a shared machine only
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -26,8 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return measure(options)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    child = subprocess.run([*command, "-m", "torch_bps.bench", *arguments], check=False)
-    return 1 if child.returncode else 0
+    os.execv(sys.executable, [*command, "-m", "torch_bps.bench", *arguments])
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("nodes", options.nodes, 2),
         ("servers", options.servers, 0),
         ("gbps", options.gbps, 1e-3),
+        ("server-gbps", options.server_gbps or options.gbps, 1e-3),
+        ("megabytes", options.megabytes, 1e-6),
     ):
         if value < least:
             parser.error(f"--{name} {value}: must be at least {least:g}")

@@ -7,7 +7,7 @@ Called by core.opening, once all ranks have joined the group at all services.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch_bps.core.link import Link
@@ -32,18 +32,27 @@ class Boards:
         """group -> rank -> board"""
         self._waiting: dict[int, Waiting] = {}
 
-    def lane(self, group: int, name: str, rank: int, links: Sequence[Link], deadline_s: float) -> Lane:
+    def lane(
+        self, group: int, name: str, rank: int, links: Sequence[Link], deadline_s: float, check: Callable[[], None]
+    ) -> Lane:
         """Return the lane of a group; `links` are those to the services of its ranks, this one's included. Blocks.
+
+        Args:
+            check: called now and then; raises if another rank has failed.
 
         Raises:
             OperationTimeout: other ranks' boards did not come.
+            ProtocolError: what came is no board of this group.
             BytePSError: there is no more shared memory.
         """
         runtime, size = self._runtime, len(links)
         waiting = Waiting(size - 1)
         runtime.in_reactor(lambda: self._lend(group, rank, links, waiting))
-        waiting.wait(deadline_s, lambda: f"waiting for the shared memory of {size - waiting.done - 1} more ranks")
+        waiting.wait(deadline_s, lambda: f"waiting for the shared memory of {size - 1 - waiting.done} ranks", check)
         here = self._here[group]
+        for peer, buffer in here.items():
+            if buffer.view.nbytes != board_nbytes(size):
+                raise ProtocolError(f"rank {peer} lends {buffer.view.nbytes} bytes as its board")
         client = runtime.client
 
         def broken(error: BytePSError) -> None:
@@ -79,7 +88,7 @@ class Boards:
                 link.send(Header(BOARD, group=group, nbytes=nbytes), own)
 
     def arrived(self, group: int, rank: int, buffer: Buffer) -> None:
-        """A rank's board is here. Raises ProtocolError if it is none."""
+        """A rank's board is here. Raises ProtocolError if that rank's is here already."""
         here = self._here.setdefault(group, {})
         if rank in here:
             raise ProtocolError(f"rank {rank} lends a second board for group {group:x}")

@@ -56,7 +56,7 @@ class Connector:
             deadline_s: time.monotonic() by when all must be up.
             names: of addresses, for messages.
             retry: try again when a connection is refused: the service may be starting.
-            check: called before each new try; raises if that is in vain.
+            check: called now and then; raises if there is no use in waiting on.
 
         Raises:
             OperationTimeout, PeerLostError, VersionError: the first that failed.
@@ -66,7 +66,7 @@ class Connector:
         while True:
             waiting = Waiting(len(set(addresses)))
             self._reactor.call(self._start_links, list(dict.fromkeys(addresses)), names or {}, waiting)
-            waiting.wait(deadline_s, waiting.servers_up)
+            waiting.wait(deadline_s, waiting.servers_up, check)
             if waiting.error is None:
                 return [self._client.links[address] for address in addresses]
             now_s = time.monotonic()
@@ -103,8 +103,10 @@ class Connector:
                 self._client.links[address] = link
             link.when_ready(waiting.one)
 
-    def join(self, joins: Sequence[tuple[Link, control.Join]], deadline_s: float) -> None:
-        """Join a group at its services. Raises what one of them answers."""
+    def join(
+        self, joins: Sequence[tuple[Link, control.Join]], deadline_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Join a group at its services. Raises what one of them answers; `check` as for connect."""
         waiting = Waiting(len(joins))
 
         def start() -> None:
@@ -112,6 +114,6 @@ class Connector:
                 link.join(message, waiting.one)
 
         self._reactor.call(start)
-        waiting.wait(deadline_s, lambda: f"waiting for {waiting.total - waiting.done} services to answer a join")
+        waiting.wait(deadline_s, lambda: f"waiting for {waiting.total - waiting.done} services to answer a join", check)
         if waiting.error is not None:
             raise waiting.error

@@ -86,6 +86,9 @@ class Opening:
             group = self._connect(plan, self._colocated(plan) + plan.dedicated)
             runtime.groups[group.id] = group  # before `ready`: from then on a peer may be lost
             meeting.ready()
+            for link in group.links():
+                if link.closed is not None:  # it was lost before the group was there to be told
+                    group.break_(link.closed)
         except BaseException:
             failed = runtime.groups.pop(plan.group, None)
             if failed is not None and failed.lane is not None:
@@ -171,11 +174,12 @@ class Opening:
         local_ranks = plan.ranks_on(node)
         names = {member.local: f"rank {member.rank} (host {member.host}, pid {member.pid})" for member in plan.members}
         local = plan.mode != "flat"
+        check = self._meeting.check_failed
         local_addresses = [
             "inproc://self" if peer == rank else plan.members[peer].local for peer in local_ranks if local
         ]
         links = runtime.connector.connect(
-            [*local_addresses, *servers], deadline_s, names, True, self._meeting.check_failed
+            [*local_addresses, *servers], deadline_s, names=names, retry=True, check=check
         )
         local_links, server_links = links[: len(local_addresses)], links[len(local_addresses) :]
 
@@ -185,13 +189,13 @@ class Opening:
         uplink = plan.mode == "hierarchical"
         joins = [(link, join(local_ranks.index(rank), len(local_ranks), uplink)) for link in local_links]
         joins += [(link, join(rank, size, False)) for link in server_links]
-        runtime.connector.join(joins, deadline_s)
+        runtime.connector.join(joins, deadline_s, check)
         server_plane = Plane(server_links, plan.weights)
         local_plane = Plane(local_links, [1.0] * len(local_links))
         reduce_plane = server_plane if plan.mode == "flat" else local_plane
         lane = None
         if plan.boards:
-            lane = runtime.boards.lane(plan.group, self._name, rank, local_links, deadline_s)
+            lane = runtime.boards.lane(plan.group, self._name, rank, local_links, deadline_s, check)
         return Group(
             runtime,
             plan.group,

@@ -12,6 +12,7 @@ from torch_bps.errors import BytePSError, OperationTimeout
 log = logging.getLogger("torch_bps.core")
 
 _SAY_EVERY_S = 5.0
+_CHECK_EVERY_S = 0.5
 
 
 class Waiting:
@@ -42,13 +43,21 @@ class Waiting:
         """Return "waiting for servers: 1 of 2 up"."""
         return f"waiting for servers: {self.done} of {self.total} up"
 
-    def wait(self, deadline_s: float, text: Callable[[], str]) -> None:
+    def wait(self, deadline_s: float, text: Callable[[], str], check: Callable[[], None] = lambda: None) -> None:
         """Wait for all answers or the first error (then see `error`). Ctrl-C gets through.
+
+        Args:
+            check: called now and then; raises if there is no use in waiting on.
 
         Raises:
             OperationTimeout: neither came by `deadline_s`; `text` says what was awaited.
         """
-        while not self._event.wait(min(_SAY_EVERY_S, max(0.0, deadline_s - time.monotonic()))):
-            if time.monotonic() >= deadline_s:
+        said_s = time.monotonic()
+        while not self._event.wait(min(_CHECK_EVERY_S, max(0.0, deadline_s - time.monotonic()))):
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
                 raise OperationTimeout(f"Timed out {text()}")
-            log.warning("%s", text())
+            check()
+            if now_s - said_s >= _SAY_EVERY_S:
+                said_s = now_s
+                log.warning("%s", text())
