@@ -30,6 +30,7 @@ import pytest
 from hypothesis import settings
 
 from benchmarks import netlab
+from tests.integration import forks
 
 SEED = 20190
 LEAK_GRACE_S = 3.0
@@ -51,6 +52,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("netns") and (reason := netlab.why_not()):
         pytest.skip(reason)
+    if item.get_closest_marker("processes"):
+        forks.server()  # before the leak check looks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> Iterator[None]:
+    """End what pytest_runtest_setup has started."""
+    yield
+    if forks.server.cache_info().currsize:
+        forks.server().close()
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from tests.integration import forks
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,24 +29,39 @@ class Process:
         command: program and arguments.
         env: added to this process's environment (which conftest has cleared of BYTEPS_*).
         name: for messages.
+        fork: fork it from a process that has imported torch (tests.integration.forks).
     """
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None, name: str = "process") -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        name: str = "process",
+        fork: bool = False,
+    ) -> None:
         self.name = name
         self._text = ""
         self._grown = threading.Condition()
         self._closed_output = False
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self._popen = subprocess.Popen(
-            list(command),
-            env={**os.environ, "PYTHONPATH": path, **(env or {})},
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._pidfd: int | None = os.pidfd_open(self._popen.pid)
+        environment = {**os.environ, "PYTHONPATH": path, **(env or {})}
+        self._popen: subprocess.Popen[bytes] | forks.Forked
+        self._pidfd: int | None
+        if fork:
+            self._popen = forks.fork(command, environment)
+            self._pidfd = self._popen.pidfd
+        else:
+            self._popen = subprocess.Popen(
+                list(command),
+                env=environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._pidfd = os.pidfd_open(self._popen.pid)
         self._reader = threading.Thread(target=self._read, name=f"rig-reader-{self.pid}", daemon=True)
         self._reader.start()
 

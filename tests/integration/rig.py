@@ -133,6 +133,7 @@ def start_ranks(
     env: Env | None = None,
     prefix: Prefix | None = None,
     address: str = "127.0.0.1",
+    fresh: bool = False,
 ) -> Job:
     """Start `function(rank, world_size, *args)` in `world_size` processes.
 
@@ -145,6 +146,7 @@ def start_ranks(
             runs it on a host of netlab.NetLab (then use store="rank0" and rank 0's address),
             `["unshare", "--ipc", "--net"]`-like commands make it look like another node.
         address: where the ranks find a "tcp" or "rank0" store.
+        fresh: start new interpreters. Else ranks are forked where that makes no difference (tests.integration.forks).
     """
     folder = tempfile.TemporaryDirectory(prefix="bps-rig-")
     held: object = None
@@ -168,7 +170,8 @@ def start_ranks(
                 **_of(env, rank),
             }
             command = [*(prefix(rank) if prefix else ()), sys.executable, "-m", "tests.integration.rank", folder.name]
-            job.ranks.append(Process(command, env=settings, name=f"rank {rank}"))
+            fork = not fresh and prefix is None and all(name.startswith("BYTEPS_") for name in _of(env, rank))
+            job.ranks.append(Process(command, env=settings, name=f"rank {rank}", fork=fork))
     except BaseException:
         job.close()
         raise

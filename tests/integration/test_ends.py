@@ -56,7 +56,7 @@ def forget(rank: int, world_size: int) -> int:
 @modes
 def test_a_script_that_forgets_to_destroy_exits(mode: str) -> None:
     started = time.monotonic()
-    results = run_ranks(forget, 2, env=MODES[mode])
+    results = run_ranks(forget, 2, env=MODES[mode], fresh=True)
     assert [result.value for result in results] == [7, 7]
     assert time.monotonic() - started < 30
 
@@ -71,7 +71,7 @@ def raise_on_one(rank: int, world_size: int) -> None:
 
 @modes
 def test_an_exception_on_one_rank_ends_all_with_a_reason(mode: str) -> None:
-    results = run_ranks(raise_on_one, 2, env=MODES[mode], check=False, timeout_s=30)
+    results = run_ranks(raise_on_one, 2, env=MODES[mode], check=False, timeout_s=30, fresh=True)
     assert isinstance(results[1].error, KeyError)
     assert results[1].exitcode == 1
     assert results[0].exitcode == 1
@@ -164,11 +164,11 @@ def server_pid() -> int:
 
 def lose_server(rank: int, world_size: int) -> tuple[int, str]:
     dist.init_process_group("byteps", timeout=timedelta(seconds=60))
-    dist.all_reduce(torch.ones(1000))
     pid = server_pid()
-    if rank == 0:
-        os.kill(pid, signal.SIGKILL)
     try:
+        dist.all_reduce(torch.ones(1000))
+        if rank == 0:
+            os.kill(pid, signal.SIGKILL)  # the other's first result may still be on its way
         for _ in range(1000):
             dist.all_reduce(torch.ones(1000))
             time.sleep(0.01)
