@@ -40,8 +40,25 @@ class Host:
     """One namespace; the addresses can be reached from the others."""
 
     name: str
-    ipv4: str
-    ipv6: str
+    number: int
+
+    @property
+    def ipv4(self) -> str:
+        """Address of eth0."""
+        return self.ipv4_of(0)
+
+    @property
+    def ipv6(self) -> str:
+        """Address of eth0."""
+        return self.ipv6_of(0)
+
+    def ipv4_of(self, link: int) -> str:
+        """Return the address of eth0, eth1, ..."""
+        return f"10.77.{link}.{self.number + 1}"
+
+    def ipv6_of(self, link: int) -> str:
+        """Return the address of eth0, eth1, ..."""
+        return f"fd77:0:0:{link:x}::{self.number + 1:x}" if link else f"fd77::{self.number + 1:x}"
 
 
 class NetLab:
@@ -50,14 +67,16 @@ class NetLab:
     Cost: about 20 ms a host.
 
     Args:
-        rate_mbit: of each host's link, both ways at once; 0: no limit.
+        rate_mbit: of each link, both ways at once; 0: no limit.
+        num_links: of each host, eth0, eth1, ...; each to a bridge and in a subnet of its own.
     """
 
-    def __init__(self, num_hosts: int, rate_mbit: int = 0) -> None:
+    def __init__(self, num_hosts: int, rate_mbit: int = 0, num_links: int = 1) -> None:
         self._rate_mbit = rate_mbit
+        self._num_links = num_links
         base = f"bps-{os.getpid()}-{next(_numbers)}"
         self._hub = f"{base}-hub"
-        self.hosts = [Host(f"{base}-{i}", f"10.77.0.{i + 1}", f"fd77::{i + 1:x}") for i in range(num_hosts)]
+        self.hosts = [Host(f"{base}-{i}", i) for i in range(num_hosts)]
 
     def __enter__(self) -> NetLab:
         _remove_stale()
@@ -86,22 +105,28 @@ class NetLab:
 
     def _create(self) -> None:
         _call("ip", "netns", "add", self._hub)
-        in_hub = ("ip", "-n", self._hub)
-        _call(*in_hub, "link", "add", "br0", "type", "bridge")
-        _call(*in_hub, "link", "set", "br0", "up")
-        for i, host in enumerate(self.hosts):
+        for link in range(self._num_links):
+            _call("ip", "-n", self._hub, "link", "add", f"br{link}", "type", "bridge")
+            _call("ip", "-n", self._hub, "link", "set", f"br{link}", "up")
+        for host in self.hosts:
             _call("ip", "netns", "add", host.name)
-            port, in_host = f"port{i}", ("ip", "-n", host.name)
-            _call(*in_hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
-            _call(*in_hub, "link", "set", port, "master", "br0", "up")
-            _call(*in_host, "addr", "add", f"{host.ipv4}/24", "dev", "eth0")
-            _call(*in_host, "addr", "add", f"{host.ipv6}/64", "dev", "eth0", "nodad")
-            _call(*in_host, "link", "set", "lo", "up")
-            _call(*in_host, "link", "set", "eth0", "up")
-            _call(*self.prefix(i), "sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
-            if self._rate_mbit:
-                _limit(self._hub, port, self._rate_mbit)
-                _limit(host.name, "eth0", self._rate_mbit)
+            _call("ip", "-n", host.name, "link", "set", "lo", "up")
+            for link in range(self._num_links):
+                self._join(host, link)
+            _call(*self.prefix(host.number), "sh", "-c", "echo reno > /proc/sys/net/ipv4/tcp_congestion_control")
+
+    def _join(self, host: Host, link: int) -> None:
+        """Give a host an interface at a bridge."""
+        in_hub, in_host = ("ip", "-n", self._hub), ("ip", "-n", host.name)
+        port, device = f"port{host.number}.{link}", f"eth{link}"
+        _call(*in_hub, "link", "add", port, "type", "veth", "peer", "name", device, "netns", host.name)
+        _call(*in_hub, "link", "set", port, "master", f"br{link}", "up")
+        _call(*in_host, "addr", "add", f"{host.ipv4_of(link)}/24", "dev", device)
+        _call(*in_host, "addr", "add", f"{host.ipv6_of(link)}/64", "dev", device, "nodad")
+        _call(*in_host, "link", "set", device, "up")
+        if self._rate_mbit:
+            _limit(self._hub, port, self._rate_mbit)
+            _limit(host.name, device, self._rate_mbit)
 
 
 @functools.cache

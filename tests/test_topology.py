@@ -86,10 +86,6 @@ def test_namespaces_are_nodes_of_their_own_with_addresses_of_their_own() -> None
         assert in_host(lab, 0, f"topology.address_towards({second.ipv6!r}, 80)") == first.ipv6
         assert in_host(lab, 0, f"topology.address_towards({first.ipv4!r}, 80)") == first.ipv4
         assert in_host(lab, 0, "topology.address_towards('192.0.2.1', 80)") == "127.0.0.1"  # no route
-        assert in_host(lab, 1, "topology.interface_address('eth0')") == second.ipv4
-        assert in_host(lab, 1, "topology.interfaces()") == "['lo', 'eth0']"
-        lab.run(1, ["ip", "addr", "del", f"{second.ipv4}/24", "dev", "eth0"])
-        assert in_host(lab, 1, "topology.interface_address('eth0')") == second.ipv6
 
 
 # ---- addresses
@@ -119,18 +115,6 @@ def test_loopback(address: str) -> None:
 @pytest.mark.parametrize("address", ["10.0.0.1", "128.0.0.1", "fe80::1", "12.7.0.1", "a-host"])
 def test_not_loopback(address: str) -> None:
     assert not topology.is_loopback(address)
-
-
-def test_the_address_of_an_interface() -> None:
-    assert "lo" in topology.interfaces()
-    assert topology.interface_address("lo") == "127.0.0.1"
-
-
-def test_a_missing_interface_is_an_error_that_lists_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"BYTEPS_INTERFACE='ib7'") as caught:
-        topology.interface_address("ib7")
-    for name in topology.interfaces():
-        assert name in caught.value.hint
 
 
 @pytest.mark.parametrize(

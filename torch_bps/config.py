@@ -38,7 +38,6 @@ _OBSOLETE: Final = frozenset(
         "NCCL_NUM_RINGS",
         "SOCKET_PATH",
         "OMP_THREAD_PER_GPU",
-        "NUMA_ON",
         "SERVER_ENGINE_BLOCKING",
         "SERVER_ENABLE_SCHEDULE",
         "ZMQ_MAX_SOCKET",
@@ -107,6 +106,10 @@ def _addresses(text: str) -> tuple[str, ...]:
     return addresses
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 _CREDIT = 16
 _BYTES = "bytes, as 1048576, 1024K or 1M"
 _BOOLEAN = "1 or 0"
@@ -162,9 +165,18 @@ class Config:
     node_id: str = _setting(
         "", "overrides the host's identity: ranks with equal ids share memory, others do not", _text, "any text"
     )
-    interface: str = _setting(
-        "", "network interface whose address co-located servers bind and advertise", _text, "a name, as eth0"
-    )
+    interfaces: tuple[str, ...] = _setting(
+        (), "network interfaces: servers listen on each, lanes go out of each in turn; not set: by route", _names,
+        "names, as eth0 or eth0,eth1", original="DMLC_INTERFACE, one",
+    )  # fmt: skip
+    nic_gbps: float = _setting(
+        0.0, "rate of this host's links together, Gbit/s; set on every host and server, the load is shared accordingly",
+        _number, "0 (not set), or 0.001 to 100000", lambda value: value == 0 or 0.001 <= value <= 100000,
+    )  # fmt: skip
+    numa_on: bool = _setting(
+        True, "IO and engine threads stay on the NUMA node of the network interface", _boolean, _BOOLEAN,
+        original="same name; there it bound whole processes",
+    )  # fmt: skip
     socket_buffer_bytes: int = _setting(
         0, "size of TCP socket buffers; 0 = the kernel's choice", _nbytes, f"0 to 1G, {_BYTES}",
         lambda value: 0 <= value <= 1 << 30,
@@ -224,6 +236,7 @@ class Config:
 _FIELDS: Final = {setting.name: setting for setting in dataclasses.fields(Config) if "parse" in setting.metadata}
 _ENV: Final = {
     "heartbeat_timeout_s": "BYTEPS_HEARTBEAT_TIMEOUT",
+    "interfaces": "BYTEPS_INTERFACE",
     "stall_warning_s": "BYTEPS_STALL_WARNING",
 }
 _warned: set[str] = set()
@@ -265,7 +278,7 @@ def _checked(setting: dataclasses.Field[Any], value: Any, what: str) -> Any:
     if isinstance(default, tuple) and isinstance(value, (list, tuple, str)):
         text = value if isinstance(value, str) else ",".join(map(str, value))
         try:
-            value = _addresses(text)
+            value = setting.metadata["parse"](text)
         except ValueError as error:
             raise ConfigError(f"{what}: {error}", hint=f"allowed: {setting.metadata['allowed']}") from None
     elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):

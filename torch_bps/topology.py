@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
-import struct
 from pathlib import Path
 
 from torch_bps.errors import ConfigError
-
-_SIOCGIFADDR = 0x8915
 
 
 def node_identity(override: str = "", root: str = "/") -> str:
@@ -66,39 +62,6 @@ def address_towards(host: str, port: int) -> str:
 def is_loopback(address: str) -> bool:
     """Return whether other hosts cannot reach this address."""
     return address.startswith("127.") or address in ("::1", "localhost")
-
-
-def interfaces() -> list[str]:
-    """Return the names of this host's network interfaces."""
-    return [name for _, name in socket.if_nameindex()]
-
-
-def interface_address(name: str, root: str = "/") -> str:
-    """Return the IPv4 address of an interface, its global IPv6 address if it has no other.
-
-    Raises:
-        ConfigError: there is no such interface, or it has no address.
-    """
-    if name not in interfaces():
-        raise ConfigError(
-            f"BYTEPS_INTERFACE={name!r}: there is no such network interface",
-            hint=f"this host has {', '.join(interfaces())}",
-        )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            return socket.inet_ntoa(answer[20:24])
-        except OSError:
-            pass
-    try:
-        lines = Path(root, "proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        digits, _, _, scope, _, interface = line.split()
-        if interface == name and scope in ("00", "10"):
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    raise ConfigError(f"BYTEPS_INTERFACE={name!r} has no address", hint="give it one, or name another interface")
 
 
 def join_address(host: str, port: int) -> str:

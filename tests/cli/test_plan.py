@@ -1,34 +1,38 @@
-"""What `byteps plan` promises, against the formulas of the paper."""
+"""What `byteps plan` promises."""
 
 from __future__ import annotations
 
 import pytest
 
-from torch_bps.cli.plan import main, plan, slowest_link
-from torch_bps.core.placement import split
-
-
-@pytest.mark.parametrize(
-    ("nodes", "servers", "time"),
-    [(4, 4, 1.0), (4, 0, 1.5), (4, 2, 1.2), (8, 8, 1.0), (8, 0, 1.75), (2, 0, 1.0), (2, 5, 1.0), (4, 9, 1.0)],
-)
-def test_time_in_units_of_the_gradients_through_a_link(nodes: int, servers: int, time: float) -> None:
-    colocated, dedicated, _ = split(nodes, servers)
-    assert slowest_link(nodes, servers, colocated, dedicated, 1.0, 1.0) == pytest.approx(time)
-
-
-def test_a_faster_server_carries_more() -> None:
-    colocated, dedicated, _ = split(4, 2, 10.0, 20.0)
-    assert slowest_link(4, 2, colocated, dedicated, 10.0, 20.0) == pytest.approx(0.1)
-    assert colocated == 0
+from torch_bps.cli.plan import main, plan
 
 
 def test_the_lines() -> None:
-    first, second, last = plan(4, 2, 10.0, 0.0, 100.0)
-    assert first.startswith("4 nodes at 10 Gb/s, 2 servers at 10 Gb/s: ")
+    first, second, last = plan([10.0] * 4, [10.0] * 2, 100.0)
+    assert first.startswith("4 nodes at 10 Gb/s, 2 servers at 10 Gb/s: 60% of the load on the dedicated servers")
     assert second == "all_reduce of 100 MB: 96.0 ms, ring all-reduce 120.0 ms: 1.25x"
     assert last == "4 servers would reach 1.50x, which is all that there is"
-    assert "no gain from servers at 2 nodes" in plan(2, 2, 10.0, 0.0, 100.0)[-1]
+    assert "no gain from servers at 2 nodes" in plan([10.0] * 2, [10.0] * 2, 100.0)[-1]
+    assert plan([10.0] * 3, [], 100.0)[-1] == "no gain: add dedicated servers"
+    assert len(plan([10.0] * 3, [10.0] * 3, 100.0)) == 2  # all that there is
+
+
+def test_the_lines_of_unequal_links() -> None:
+    first, second, colocated, dedicated = plan([10.0, 20.0, 20.0, 10.0], [10.0, 5.0], 100.0)
+    assert first.startswith("4 nodes at 10 to 20 Gb/s, 2 servers at 5 to 10 Gb/s: ")
+    # T = (1 + 4/2) / (60/2 + 15/4) = 4/45 s for a Gbit, less than the 1/10 s that a slow node needs to push all
+    assert second == "all_reduce of 100 MB: 80.0 ms, ring all-reduce 120.0 ms: 1.50x"
+    assert colocated == "of the load, in %: 0.0, 31.2, 31.2, 0.0 on the co-located servers"
+    assert dedicated == "                  25.0, 12.5 on the dedicated ones"
+
+
+def test_a_rate_for_all_or_one_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for rates in (["--gbps", "25"], ["--gbps", "25,25,25", "--server-gbps", "25"]):
+        assert main(["--nodes", "3", "--servers", "1", *rates]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert "at 25 Gb/s" in texts[0]
 
 
 @pytest.mark.parametrize(
@@ -37,10 +41,16 @@ def test_the_lines() -> None:
         ["--nodes", "1"],
         ["--nodes", "4", "--servers", "-1"],
         ["--nodes", "4", "--gbps", "0"],
+        ["--nodes", "4", "--gbps", "nan"],
+        ["--nodes", "4", "--gbps", "10,x"],
+        ["--nodes", "4", "--gbps", "10,20"],
+        ["--nodes", "4", "--servers", "2", "--server-gbps", "1,2,3"],
         ["--nodes", "4", "--megabytes", "0"],
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
-    assert arguments[-1] in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert arguments[-2] in error
+    assert arguments[-1] in error

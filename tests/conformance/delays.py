@@ -62,11 +62,11 @@ class DelayedTransport:
 
         return self._inner.listen(reactor, where, accept_delayed)
 
-    def connect(self, reactor: Reactor, address: str, handler: Handler) -> Channel:
+    def connect(self, reactor: Reactor, address: str, handler: Handler, lane: int = 0) -> Channel:
         """Start to connect."""
         channel = _DelayedChannel(reactor, self._source)
         channel.handler = handler
-        channel.inner = self._inner.connect(reactor, address, channel)
+        channel.inner = self._inner.connect(reactor, address, channel, lane)
         return channel
 
     def close(self) -> None:

@@ -1,16 +1,16 @@
-"""Where partitions go: all ranks agree whatever came before, loads are as the weights say, the split is OSDI'20's."""
+"""Where partitions go: all ranks agree whatever came before, loads are as the weights say."""
 
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_bps.core.partition import MIN_NBYTES, cut, partition_nbytes
-from torch_bps.core.placement import Placement, split
+from torch_bps.core.placement import Placement
+from torch_bps.core.split import split
 
 PARTITION_NBYTES = 1 << 20
 BUCKET_NBYTES = 25 << 20
@@ -23,8 +23,8 @@ weights_lists = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), min_size=1,
 
 
 def mixed(n: int, k: int) -> list[float]:
-    colocated, dedicated, _ = split(n, k)
-    return [colocated] * n + [dedicated] * k
+    shares = split([1.0] * n, [1.0] * k)
+    return shares.colocated + shares.dedicated
 
 
 def conv(inputs: int, outputs: int, kernel: int = 3, bias: bool = True) -> list[int]:
@@ -163,8 +163,8 @@ def test_mixed_rounds_cost_little_over_the_optimum_and_are_short(n: int, k: int)
     assert placement.round_length <= max(66, 4 * (n + k))
     turns = placement.spread(0, 0, placement.round_length)
     shares = [turns.count(engine) / len(turns) for engine in (0, n)]
-    optimum_s = max(link_times(n, (weights[0], weights[n]), 1, 1))
-    assert max(link_times(n, (shares[0], shares[1]), 1, 1)) <= 1.025 * optimum_s
+    optimum_s = split([1.0] * n, [1.0] * k).time
+    assert max(1 + (n - 2) * shares[0], n * shares[1]) <= 1.025 * optimum_s
 
 
 def test_turns_are_evenly_spread() -> None:
@@ -197,62 +197,3 @@ def test_without_engines_there_is_no_round() -> None:
 def test_engines_without_any_weight_are_refused() -> None:
     with pytest.raises(ValueError, match="no engine has a weight"):
         Placement([0.0, 0.0])
-
-
-# ---- co-located and dedicated servers
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 8, 32, 100])
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8, 40])
-def test_split_is_the_papers(n: int, k: int) -> None:
-    colocated, dedicated, sentence = split(n, k)
-    assert n * colocated + k * dedicated == pytest.approx(1.0)
-    if k < n:
-        divisor = n * n + k * n - 2 * k
-        assert colocated == pytest.approx((n - k) / divisor)
-        assert dedicated == pytest.approx(2 * (n - 1) / divisor)
-    else:
-        assert colocated == 0.0
-        assert dedicated == pytest.approx(1 / k)
-    assert f"{k * dedicated:.0%} of the load on the dedicated" in sentence
-
-
-@pytest.mark.parametrize("n", [1, 2, 7])
-def test_without_dedicated_servers_each_node_has_its_share(n: int) -> None:
-    colocated, dedicated, sentence = split(n, 0)
-    assert (colocated, dedicated) == (pytest.approx(1 / n), 0.0)
-    assert "no dedicated servers" in sentence
-
-
-def test_one_node_uses_the_dedicated_ones() -> None:
-    assert split(1, 4)[:2] == (0.0, 0.25)
-
-
-def link_times(n: int, shares: tuple[float, float], gbps_node: float, gbps_server: float) -> tuple[float, float]:
-    colocated, dedicated = shares
-    return (1 + (n - 2) * colocated) / gbps_node, n * dedicated / gbps_server
-
-
-@given(
-    n=st.integers(2, 200),
-    k=st.integers(1, 200),
-    gbps_node=st.floats(1, 400),
-    gbps_server=st.floats(1, 400),
-)
-def test_unequal_links_end_together_or_nothing_is_co_located(
-    n: int, k: int, gbps_node: float, gbps_server: float
-) -> None:
-    colocated, dedicated, _ = split(n, k, gbps_node, gbps_server)
-    assert colocated >= 0
-    assert dedicated > 0
-    assert n * colocated + k * dedicated == pytest.approx(1.0)
-    node_s, server_s = link_times(n, (colocated, dedicated), gbps_node, gbps_server)
-    if colocated > 0:
-        assert node_s == pytest.approx(server_s)
-    else:
-        assert server_s <= node_s * (1 + 1e-9)  # the dedicated links are idle sooner: nothing to take off them
-
-
-@given(n=st.integers(2, 50), k=st.integers(1, 49), scale=st.floats(0.01, 100))
-def test_only_the_ratio_of_the_rates_matters(n: int, k: int, scale: float) -> None:
-    assert math.isclose(split(n, k, 10, 40)[0], split(n, k, 10 * scale, 40 * scale)[0], abs_tol=1e-12)

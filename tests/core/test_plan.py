@@ -13,8 +13,9 @@ import pytest
 from torch_bps.core.flight import Flight, Task
 from torch_bps.core.group import Group
 from torch_bps.core.operation import Operation
-from torch_bps.core.placement import Placement, split
+from torch_bps.core.placement import Placement
 from torch_bps.core.plan import Plane, plan_collective, plan_first_part, plan_other_parts
+from torch_bps.core.split import split
 from torch_bps.wire import ops
 from torch_bps.wire.dtypes import DTYPE_BY_NAME, SUM
 from torch_bps.wire.header import BY_NODE, DECLARE, HOME, PULL, PUSH, WANT, Header
@@ -83,8 +84,8 @@ def make_job(mode: str, nodes: list[int], weights: list[float]) -> Job:
 
 
 def mixed(n: int, k: int) -> list[float]:
-    colocated, dedicated, _ = split(n, k)
-    return [colocated] * n + [dedicated] * k
+    shares = split([1.0] * n, [1.0] * k)
+    return shares.colocated + shares.dedicated
 
 
 JOBS = {

@@ -15,8 +15,9 @@ from torch_bps.errors import BytePSError, ConfigError, OperationTimeout
 from torch_bps.wire import announcement
 
 
-def member(rank: int, node: str = "a", nonce: str = "", server: str = "") -> Member:
-    return Member(nonce or f"nonce{rank}", rank, f"host-{node}", 1, node, f"shm://{rank}", "127.0.0.1", server)
+def member(rank: int, node: str = "a", nonce: str = "", server: str = "", nic_gbps: float = 0.0) -> Member:
+    nonce = nonce or f"nonce{rank}"
+    return Member(nonce, rank, f"host-{node}", 1, node, f"shm://{rank}", "127.0.0.1", server=server, nic_gbps=nic_gbps)
 
 
 def simple_plan(members: list[Member]) -> Plan:
@@ -33,7 +34,9 @@ def plan_of(members: list[Member], **changes: object) -> Plan:
         "partition_bytes": 1 << 20,
         "credit": 16,
     }
-    return decide(members, **{**arguments, **changes})  # type: ignore[arg-type]
+    arguments.update(changes)
+    arguments.setdefault("dedicated_gbps", [0.0] * len(arguments["dedicated"]))  # type: ignore[arg-type]
+    return decide(members, **arguments)  # type: ignore[arg-type]
 
 
 def meet(
@@ -177,6 +180,33 @@ def test_mixed_weights_follow_the_optimum() -> None:
     total = sum(plan.weights)
     assert plan.weights[0] / total == pytest.approx(2 / 20)
     assert plan.weights[4] / total == pytest.approx(6 / 20)
+
+
+def shares(plan: Plan) -> list[float]:
+    return [weight / sum(plan.weights) for weight in plan.weights]
+
+
+def test_rates_that_every_host_gives_set_the_weights() -> None:
+    """Nodes of 10, 10 (its second rank does not say) and 30, without servers: T = 2 (n - 1) / sum = 0.08."""
+    members = [member(0, "a", nic_gbps=10), member(1, "b", nic_gbps=10), member(2, "b"), member(3, "c", nic_gbps=30)]
+    plan = plan_of(members)
+    assert shares(plan) == pytest.approx([0, 0, 1])  # 0.08 s is less than a slow node needs to push
+    assert "links of 10 to 30 Gb/s" in plan.why
+    assert "0% to 100% on each co-located one" in plan.why
+
+    servers = {"dedicated": ["zmq://x:1", "zmq://y:1"], "dedicated_gbps": [20.0, 10.0]}
+    assert shares(plan_of(members, **servers)) == pytest.approx([2 / 3, 1 / 3])
+    mixed = plan_of(members, mixed=True, **servers)
+    assert shares(mixed) == pytest.approx([0, 0, 0, 2 / 3, 1 / 3])
+    assert "100% of the load on the dedicated servers" in mixed.why
+
+
+def test_a_rate_that_some_host_does_not_give_changes_nothing_but_the_banner() -> None:
+    members = [member(0, "a", nic_gbps=10), member(1, "b"), member(2, "c", nic_gbps=30)]
+    plan = plan_of(members, dedicated=["zmq://x:1"], dedicated_gbps=[40.0], mixed=True)
+    assert plan.weights == plan_of([member(r, n) for r, n in enumerate("abc")], dedicated=["z"], mixed=True).weights
+    assert "BYTEPS_NIC_GBPS is set on 3 of 4 hosts: links count as equal" in plan.why
+    assert "Gb/s" not in plan_of([member(0, "a"), member(1, "b")]).why
 
 
 class TestAnnouncedServers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -50,6 +51,25 @@ def describe() -> str:
     """Return the world group's description, "" for another backend."""
     running = runtime.current()
     return next(iter(running.groups.values())).describe() if running is not None else ""
+
+
+def stripe(rank: int, world_size: int, times: int) -> dict[str, object]:
+    """Add over two interfaces, then lose the second one of rank 1; returns how, what each had sent, and the error."""
+    tensor = torch.arange(1_000_000, dtype=torch.float32)
+    for _ in range(times):
+        result = tensor * (rank + 1)
+        dist.all_reduce(result)
+        assert torch.equal(result, tensor * (world_size * (world_size + 1) // 2))
+    sent = [int(Path(f"/sys/class/net/eth{link}/statistics/tx_bytes").read_text()) for link in (0, 1)]
+    dist.barrier()
+    if rank == 1:
+        subprocess.run(["ip", "link", "set", "eth1", "down"], check=True)
+    try:
+        for _ in range(times):
+            dist.all_reduce(tensor)
+    except dist.DistBackendError as error:
+        return {"how": describe(), "sent": sent, "error": str(error)}
+    raise AssertionError("an interface is down and nobody noticed")
 
 
 def leftovers() -> dict[str, object]:

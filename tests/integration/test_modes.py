@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import signal
 import sys
@@ -94,6 +95,25 @@ def test_ipv6_only_addresses() -> None:
         )
     how = check(results)
     assert f"[{lab.hosts[1].ipv6}]" in how
+
+
+@pytest.mark.netns
+@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+def test_lanes_go_over_all_interfaces_and_the_loss_of_one_is_noticed(family: str) -> None:
+    with NetLab(2, num_links=2) as lab:
+        address = lab.hosts[0].ipv4
+        if family == "ipv6":
+            address = lab.hosts[0].ipv6
+            for host, link in itertools.product((0, 1), (0, 1)):
+                lab.run(host, ["ip", "addr", "del", f"{lab.hosts[host].ipv4_of(link)}/24", "dev", f"eth{link}"])
+        env = {"BYTEPS_INTERFACE": "eth0,eth1", "BYTEPS_HEARTBEAT_TIMEOUT": "2"}
+        results = run_ranks(
+            jobs.stripe, 2, 6, backend="byteps", store="rank0", address=address, prefix=lab.prefix, env=env
+        )
+    for result in results:
+        assert result.value["how"].count("2 lanes to 2 addresses") == 1, result.value["how"]  # its own server is near
+        assert min(result.value["sent"]) > 0.2 * sum(result.value["sent"])
+        assert "is lost" in result.value["error"] or "connection to" in result.value["error"], result.value["error"]
 
 
 @pytest.fixture

@@ -433,6 +433,20 @@ def test_a_fixed_port_has_data_beside_it() -> None:
         server.ends()
 
 
+def test_it_listens_at_several_addresses() -> None:
+    with Server("--host", "127.0.0.1, 127.0.0.2") as server:
+        found = re.findall(r"(zmq|tcp)://([^:]+):(\d+)", server.wait_for("ready at"))
+        assert [(scheme, host) for scheme, host, _ in found] == [
+            ("tcp", "127.0.0.1"),
+            ("tcp", "127.0.0.2"),
+            ("zmq", "127.0.0.1"),
+        ]
+        for _, host, port in found:
+            socket.create_connection((host, int(port)), DEADLINE_S).close()
+        server.kill(signal.SIGTERM)
+        server.ends()
+
+
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0 and port < 65536

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+import re
 import resource
 import select
 import socket
@@ -13,8 +14,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conformance.transport_contract import TransportContract
-from tests.conformance.transport_rig import Kit, Recorder, Rig, send
+from tests.conformance.transport_rig import End, Kit, Recorder, Rig, send
 from torch_bps.errors import ConfigError, PeerLostError, ProtocolError
+from torch_bps.interfaces import Interface
 from torch_bps.topology import join_address, split_address
 from torch_bps.transport import tcp
 from torch_bps.transport.memory import Pool
@@ -248,19 +250,58 @@ def test_an_end_waits_while_the_peer_takes_something_and_is_a_loss_when_it_does_
     assert isinstance(far.log.closed[0], PeerLostError)
 
 
+# ---- interfaces
+
+
+def from_interfaces(*interfaces: Interface) -> Rig:
+    class InterfacesKit(TcpKit):
+        def make(self) -> TcpTransport:
+            return TcpTransport(self.ledger, interfaces=interfaces)
+
+    return Rig(InterfacesKit())
+
+
+def test_lanes_come_from_the_interfaces_in_turn() -> None:
+    rig = from_interfaces(Interface("a", "127.0.0.2", ""), Interface("b", "127.0.0.3", "::1"))
+    for lane in range(3):
+        log = Recorder()
+        rig.connected.append(End(rig.client.connect(rig.client_reactor, rig.listener.address, log, lane), log))
+        rig.until(lambda: len(rig.accepted) > lane and log.opened, "open")  # noqa: B023
+    sources = [end.channel.peer.split(":")[1] for end in rig.accepted]
+    assert sources == ["//127.0.0.2", "//127.0.0.3", "//127.0.0.2"]
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    ("interface", "why"),
+    [
+        (Interface("a", "", "::1"), r"from a \(::1\): a has no IPv4 address"),
+        (Interface("b", "192.0.2.1", ""), r"from b \(192\.0\.2\.1\): Cannot assign requested address"),
+    ],
+)
+def test_an_interface_that_cannot_be_used_is_named(interface: Interface, why: str) -> None:
+    rig = from_interfaces(interface)
+    near = rig.connect()
+    rig.until_closed(near)
+    assert isinstance(near.log.closed[0], PeerLostError)
+    assert re.search(why, str(near.log.closed[0]))
+    rig.close()
+
+
 # ---- sockets
 
 
 def test_options_of_both_ends() -> None:
     class SizedKit(TcpKit):
         def make(self) -> TcpTransport:
-            return TcpTransport(self.ledger, 100_000)
+            return TcpTransport(self.ledger, 100_000, silence_s=1.5)
 
     rig = Rig(SizedKit())
     for end in rig.pair():
         sock = end.channel._sock  # type: ignore[attr-defined]
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
         assert not sock.get_inheritable()
         assert not sock.getblocking()
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):

@@ -2,15 +2,16 @@
 
 A worker's link carries all that it pushes, M, but for what stays in its own co-located server, and the results of its
 co-located share to the n - 1 others; a dedicated server's link carries its share n times. The fullest link sets the
-time. A ring all-reduce passes 2(n-1)/n M through every link (core.placement.split has the source of the optimum).
+time (core.split). A ring all-reduce passes 2(n-1)/n M through every link, so its slowest sets the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
-from torch_bps.core.placement import split
+from torch_bps.core.split import split
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,52 +21,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--nodes", type=int, required=True, help="worker machines")
     parser.add_argument("--servers", type=int, default=0, help="dedicated CPU machines")
-    parser.add_argument("--gbps", type=float, default=10.0, help="rate of a worker's link")
-    parser.add_argument("--server-gbps", type=float, default=0.0, help="of a server's; default: as a worker's")
+    parser.add_argument("--gbps", default="10", help="rate of a worker's link; R,R,... where they differ")
+    parser.add_argument("--server-gbps", default="", help="of a server's, as --gbps; default: as the slowest worker's")
     parser.add_argument("--megabytes", type=float, default=100.0, help="of the gradients")
     options = parser.parse_args(arguments)
     for name, value, least in (
         ("nodes", options.nodes, 2),
         ("servers", options.servers, 0),
-        ("gbps", options.gbps, 1e-3),
-        ("server-gbps", options.server_gbps or options.gbps, 1e-3),
         ("megabytes", options.megabytes, 1e-6),
     ):
         if value < least:
             parser.error(f"--{name} {value}: must be at least {least:g}")
-    print("\n".join(plan(options.nodes, options.servers, options.gbps, options.server_gbps, options.megabytes)))
+    try:
+        nodes = _rates("--gbps", options.gbps, options.nodes)
+        servers = _rates("--server-gbps", options.server_gbps or f"{min(nodes)}", options.servers)
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n".join(plan(nodes, servers, options.megabytes)))
     return 0
 
 
-def plan(nodes: int, servers: int, gbps: float, server_gbps: float, megabytes: float) -> list[str]:
-    """Return the lines of the plan."""
-    server_gbps = server_gbps or gbps
-    colocated, dedicated, sentence = split(nodes, servers, gbps, server_gbps)
-    seconds = megabytes / 1000 * 8 * slowest_link(nodes, servers, colocated, dedicated, gbps, server_gbps)
-    ring_s = megabytes / 1000 * 8 * 2 * (nodes - 1) / nodes / gbps
+def plan(nodes: Sequence[float], servers: Sequence[float], megabytes: float) -> list[str]:
+    """Return the lines of the plan.
+
+    Args:
+        nodes, servers: rate of each link, Gb/s.
+    """
+    n, gigabits = len(nodes), megabytes / 1000 * 8
+    shares = split(nodes, servers)
+    seconds = gigabits * shares.time
+    ring_s = gigabits * 2 * (n - 1) / n / min(nodes)
     gain = ring_s / seconds
     lines = [
-        f"{nodes} nodes at {gbps:g} Gb/s, {servers} servers at {server_gbps:g} Gb/s: {sentence}",
+        f"{n} nodes at {_text(nodes)} Gb/s, {len(servers)} servers"
+        f"{f' at {_text(servers)} Gb/s' if servers else ''}: {shares.sentence}",
         f"all_reduce of {megabytes:g} MB: {seconds * 1e3:.1f} ms, ring all-reduce {ring_s * 1e3:.1f} ms: {gain:.2f}x",
     ]
-    if nodes == 2:
+    if len({*nodes}) > 1 or len({*servers}) > 1:
+        lines.append(f"of the load, in %: {_percents(shares.colocated)} on the co-located servers")
+        if servers:
+            lines.append(f"                  {_percents(shares.dedicated)} on the dedicated ones")
+    if n == 2:
         lines.append("no gain from servers at 2 nodes: in a ring each sends and receives every byte once already")
     elif gain < 1.005:
         lines.append("no gain: add dedicated servers")
-    elif colocated:
-        more = -(-nodes * gbps // server_gbps)
-        lines.append(f"{more:.0f} servers would reach {2 * (nodes - 1) / nodes:.2f}x, which is all that there is")
+    elif servers and sum(shares.colocated) > 1e-9 and shares.time > 1 / min(nodes):
+        more = math.ceil(n * min(nodes) / (sum(servers) / len(servers)))
+        lines.append(f"{more} servers would reach {2 * (n - 1) / n:.2f}x, which is all that there is")
     return lines
 
 
-def slowest_link(
-    nodes: int, servers: int, colocated: float, dedicated: float, gbps: float, server_gbps: float
-) -> float:
-    """Return the seconds for each Gbit of gradients: the time of the fullest link.
+def _rates(option: str, text: str, count: int) -> list[float]:
+    """Return `count` rates of "R" or "R,R,...". Raises ValueError."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text}: rates are numbers, one or one for each, separated by commas") from None
+    if not all(1e-3 <= rate < math.inf for rate in rates):
+        raise ValueError(f"{option} {text}: must be at least 0.001")
+    if len(rates) == 1:
+        return rates * count
+    if len(rates) != count:
+        raise ValueError(f"{option} {text}: {len(rates)} rates for {count}")
+    return rates
 
-    Args:
-        colocated, dedicated: share of the load of each co-located, and each dedicated server.
-    """
-    worker = (1.0 - colocated + (nodes - 1) * colocated) / gbps
-    server = nodes * dedicated / server_gbps if servers else 0.0
-    return max(worker, server)
+
+def _text(rates: Sequence[float]) -> str:
+    low, high = min(rates), max(rates)
+    return f"{low:g} to {high:g}" if high > low else f"{low:g}"
+
+
+def _percents(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share * 100:.1f}" for share in shares)

@@ -96,7 +96,7 @@ class Connector:
                     address,
                     name=self._client.who if address == "inproc://self" else names.get(address, ""),
                     wanted=self._config.transport,
-                    lanes=self._config.lanes,
+                    lanes=max(self._config.lanes, len(self._config.interfaces)),
                     single=single,
                     node=self._node,
                 )

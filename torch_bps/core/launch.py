@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import torch_bps
 from torch_bps.config import child_environment
@@ -23,8 +24,11 @@ class ColocatedServer:
     Thread safety: one thread at a time.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, hosts: Sequence[str]) -> None:
         """Start it and wait until it is ready.
+
+        Args:
+            hosts: addresses to listen at, one for each interface.
 
         Raises:
             ConfigError: it ended at once (its output says why); OperationTimeout: it was not ready in time.
@@ -34,7 +38,7 @@ class ColocatedServer:
         try:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "torch_bps.server", "--host", host),
+                    *(sys.executable, "-m", "torch_bps.server", "--host", ",".join(hosts)),
                     *("--parent", str(os.getpid()), "--ready-fd", str(write_fd)),
                 ],
                 pass_fds=[write_fd],

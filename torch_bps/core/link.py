@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
 
 from torch_bps.errors import BY_NAME, BytePSError, PeerLostError, ProtocolError
+from torch_bps.topology import join_address, split_address
 from torch_bps.transport.base import Buffer, Channel, Reactor, Transport
 from torch_bps.transport.registry import choose, scheme_of
 from torch_bps.wire import control
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from torch_bps.core.flight import Task
 
 log = logging.getLogger("torch_bps.core")
+
+_WILDCARDS: Final = ("0.0.0.0:", "[::]:")
 
 
 class LinkOwner(Protocol):
@@ -50,7 +53,7 @@ class Link:
         address: of the control channel.
         name: for messages to people ("rank 3 on host a"); default "server ADDRESS".
         wanted: BYTEPS_TRANSPORT.
-        lanes: data connections to open where the transport is tcp.
+        lanes: data connections to open where the transport is tcp; one for each address of the service at least.
         single: the control channel carries the data too (ranks of one host).
         node: this host's identity.
     """
@@ -73,6 +76,8 @@ class Link:
         self.name = name or f"server {address}"
         """for messages to people"""
         self.service = ""
+        self.nic_gbps = 0.0
+        """rate of its host's link, as it says; 0: unknown"""
         self.reason = ""
         self.transport = scheme_of(address)
         self.tasks: dict[Key, Task] = {}
@@ -95,6 +100,7 @@ class Link:
         self._bye: Callable[[], None] | None = None
         self._ping = 0
         self._unopened = 0
+        self._turn = 0
         self._lanes: list[Channel] = []
         self._channels: list[Channel] = []
         self._control: Channel = self._connect(address)
@@ -117,12 +123,19 @@ class Link:
     # ---- sending
 
     def send(self, header: Header, buffer: Buffer | None) -> None:
-        """Send a data frame on the lane with the least queued."""
+        """Send a data frame: on the next lane in turn, or the one with the least queued where that one has some.
+
+        Turns, since a kernel that takes everything at once would leave all to the first lane.
+        """
         lanes = self._lanes
         if len(lanes) == 1:
             lanes[0].send(header, buffer)
         elif lanes:
-            min(lanes, key=_queued).send(header, buffer)
+            self._turn = (self._turn + 1) % len(lanes)
+            lane = lanes[self._turn]
+            if lane.queued_nbytes:
+                lane = min(lanes, key=_queued)
+            lane.send(header, buffer)
         elif buffer is not None:
             buffer.release()
 
@@ -244,8 +257,8 @@ class Link:
 
     # ---- coming up
 
-    def _connect(self, address: str) -> Channel:
-        channel = self._transports[scheme_of(address)].connect(self._reactor, address, self)
+    def _connect(self, address: str, lane: int = 0) -> Channel:
+        channel = self._transports[scheme_of(address)].connect(self._reactor, address, self, lane)
         self._channels.append(channel)
         return channel
 
@@ -253,22 +266,25 @@ class Link:
         if self.service:
             raise ProtocolError(f"{self.address} said welcome twice")
         self.service = message.service
+        self.nic_gbps = message.nic_gbps
         if self._single:
             self._lanes = [self._control]
             self._become_ready()
             return
         same_node = bool(message.node) and message.node == self._node
-        offered: Sequence[str] = message.endpoints
+        offered = [self._reachable(address) for address in message.endpoints]
         try:
-            address, self.reason = choose(self._wanted, offered, same_node)
+            addresses, self.reason = choose(self._wanted, offered, same_node)
         except BytePSError as error:
             self.close(error.with_facts(server=self.address))
             return
-        self.transport = scheme_of(address)
-        num_lanes = self._num_lanes if self.transport == "tcp" else 1
+        self.transport = scheme_of(addresses[0])
+        num_lanes = max(self._num_lanes, len(addresses)) if self.transport == "tcp" else 1
+        if len(addresses) > 1 and num_lanes > 1:
+            self.reason += f", {num_lanes} lanes to {len(addresses)} addresses"
         self._unopened = num_lanes
         for number in range(num_lanes):
-            channel = self._connect(address)
+            channel = self._connect(addresses[number % len(addresses)], number)
             self._lanes.append(channel)
             header, payload = control.encode(control.Attach(self._hello.process, number, self._hello.token))
             channel.send(header, Buffer(memoryview(payload)))
@@ -279,6 +295,15 @@ class Link:
             waiting, self._on_ready = self._on_ready, []
             for done in waiting:
                 done(None)
+
+    def _reachable(self, address: str) -> str:
+        """Return the address of an endpoint; a service that listens everywhere is where it was reached."""
+        scheme, _, where = address.partition("://")
+        for wildcard in _WILDCARDS:
+            if where.startswith(wildcard):
+                host, _ = split_address(self.address.partition("://")[2])
+                return f"{scheme}://{join_address(host, int(where.removeprefix(wildcard)))}"
+        return address
 
 
 def _queued(channel: Channel) -> int:

@@ -75,10 +75,11 @@ class Opening:
             os.getpid(),
             runtime.node,
             runtime.local_address,
-            self._address(),
+            self._addresses()[0],
             runtime.node_server,
             torch_bps.__version__,
             futex.AVAILABLE and self._config.local_boards,
+            self._config.nic_gbps,
         )
         plan = meeting.lead(member, self._decide) if rank == 0 else meeting.follow(member)
         runtime.world_nodes = runtime.world_nodes or plan.num_nodes
@@ -99,18 +100,19 @@ class Opening:
         log.info("%s, group %s: %s", runtime.who, self._name, group.describe())
         return group
 
-    def _address(self) -> str:
-        if self._config.interface:
-            return topology.interface_address(self._config.interface)
-        return topology.address_towards(rendezvous.store_host(self._store) or "127.0.0.1", 1)
+    def _addresses(self) -> list[str]:
+        """Return this host's addresses, one for each interface to use, as the others can reach them."""
+        if self._runtime.interfaces:
+            return [interface.address for interface in self._runtime.interfaces]
+        return [topology.address_towards(rendezvous.store_host(self._store) or "127.0.0.1", 1)]
 
     def _decide(self, members: list[rendezvous.Member]) -> rendezvous.Plan:
-        config, timeout_s = self._config, self._timeout_s
+        config, timeout_s, connector = self._config, self._timeout_s, self._runtime.connector
         dedicated = [f"zmq://{address}" for address in rendezvous.distinct(config.servers)]
         if dedicated:
             limit_s = min(timeout_s, _SERVERS_TIMEOUT_S)
             try:
-                self._runtime.connector.connect(dedicated, time.monotonic() + limit_s, retry=True)
+                connector.connect(dedicated, time.monotonic() + limit_s, retry=True)
             except (PeerLostError, OperationTimeout) as error:
                 raise PeerLostError(
                     f"{error.what} (tried for {limit_s:g} s)",
@@ -125,6 +127,7 @@ class Opening:
             members,
             group=secrets.randbits(63) | 1,
             dedicated=dedicated,
+            dedicated_gbps=[link.nic_gbps for link in connector.connect(dedicated, self._meeting.deadline_s)],
             force=config.force_distributed,
             mixed=config.enable_mixed_mode,
             one_node_world=self._runtime.world_nodes <= 1,
@@ -146,7 +149,7 @@ class Opening:
         addresses = []
         for node, address in enumerate(plan.colocated):
             if not address and plan.starters[node] == rank:
-                value = self._runtime.start_server(self._server_host(plan))
+                value = self._runtime.start_server(self._server_hosts(plan))
                 meeting.publish(f"server/{node}", announcement.encode(value))
         for node, known in enumerate(plan.colocated):
             address = known
@@ -158,13 +161,13 @@ class Opening:
                 self._runtime.node_server = address
         return addresses
 
-    def _server_host(self, plan: rendezvous.Plan) -> str:
-        """Return where the co-located server listens: an address that the other nodes can reach."""
-        own = plan.members[self._rank].address
-        if topology.is_loopback(own):
+    def _server_hosts(self, plan: rendezvous.Plan) -> list[str]:
+        """Return where the co-located server listens: addresses that the other nodes can reach."""
+        own = self._addresses()
+        if topology.is_loopback(own[0]):
             for member in plan.members:
                 if member.node != self._runtime.node and not topology.is_loopback(member.address):
-                    return topology.address_towards(member.address, 1)
+                    return [topology.address_towards(member.address, 1)]
         return own
 
     def _connect(self, plan: rendezvous.Plan, servers: Sequence[str]) -> Group:
@@ -174,6 +177,8 @@ class Opening:
         local_ranks = plan.ranks_on(node)
         names = {member.local: f"rank {member.rank} (host {member.host}, pid {member.pid})" for member in plan.members}
         local = plan.mode != "flat"
+        if servers:
+            runtime.hold_near(self._addresses())
         check = self._meeting.check_failed
         local_addresses = [
             "inproc://self" if peer == rank else plan.members[peer].local for peer in local_ranks if local

@@ -90,33 +90,3 @@ def _stride(length: int) -> int:
     while math.gcd(stride, length) > 1:
         stride += 1
     return stride
-
-
-def split(nodes: int, servers: int, gbps_node: float = 1.0, gbps_server: float = 1.0) -> tuple[float, float, str]:
-    """Share the load between co-located and dedicated servers so that all links end at the same time.
-
-    With M bytes, a node's link carries M + (n - 2) m_g each way and a server's n m_c, where k m_c + n m_g = M.
-
-    Args:
-        nodes: n worker nodes, each with a co-located server.
-        servers: k dedicated servers.
-        gbps_node, gbps_server: rates of their links, in any unit.
-
-    Returns:
-        (m_g, m_c): the share of M that each co-located and each dedicated server gets, and a sentence.
-
-    Source: OSDI'20 "A Unified Architecture for Accelerating Distributed DNN Training", section 4.2; the form for
-    unequal links is ours.
-    """
-    n, k = nodes, servers
-    if k == 0:
-        return 1.0 / n, 0.0, f"no dedicated servers: 1/{n} on each co-located one"
-    if n == 1:
-        return 0.0, 1.0 / k, "one node: all on the dedicated servers"
-    # (M + (n - 2) m_g) / b_g = n m_c / b_c  with  m_c = (M - n m_g) / k  and M = 1
-    ratio = gbps_node / gbps_server
-    m_g = (n * ratio / k - 1) / (n - 2 + n * n * ratio / k)
-    m_g = max(0.0, m_g)
-    m_c = (1.0 - n * m_g) / k
-    what = f"{k * m_c:.0%} of the load on the dedicated servers, {n * m_g:.0%} on the co-located ones"
-    return m_g, m_c, what

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from torch_bps.core.placement import split
+from torch_bps.core.split import link_rates, split
 from torch_bps.errors import BY_NAME, BytePSError, ConfigError, OperationTimeout, ProtocolError
 from torch_bps.wire import announcement
 
@@ -51,6 +51,8 @@ class Member(msgspec.Struct, frozen=True):
     release: str = ""
     boards: bool = False
     """can run a group of one host on boards (torch_bps.local)"""
+    nic_gbps: float = 0.0
+    """BYTEPS_NIC_GBPS; 0: not set"""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -92,6 +94,7 @@ def decide(
     *,
     group: int,
     dedicated: list[str],
+    dedicated_gbps: list[float],
     force: bool,
     mixed: bool,
     one_node_world: bool,
@@ -103,6 +106,7 @@ def decide(
     Args:
         members: by rank.
         dedicated: control addresses of the dedicated servers.
+        dedicated_gbps: BYTEPS_NIC_GBPS of each; 0: not set.
         force: BYTEPS_FORCE_DISTRIBUTED: every rank pushes for itself, through servers, also on one node.
         mixed: BYTEPS_ENABLE_MIXED_MODE: co-located servers beside the dedicated ones.
         credit: partitions in flight; 0: by the number of servers.
@@ -128,12 +132,12 @@ def decide(
                 colocated.append(known[0] if known else "")
                 starters.append(nodes.index(node))
         mode = "hierarchical" if num_nodes > 1 and max(per_node) > 1 and not force else "flat"
-        if colocated and dedicated:
-            share_colocated, share_dedicated, sentence = split(num_nodes, len(dedicated))
-            weights = [share_colocated] * num_nodes + [share_dedicated] * len(dedicated)
-        else:
-            sentence = ""
-            weights = [1.0] * (len(colocated) + len(dedicated))
+        node_gbps = [
+            max(member.nic_gbps for member in members if nodes[member.rank] == node) for node in range(num_nodes)
+        ]
+        node_rates, dedicated_rates, rates = link_rates(node_gbps, dedicated_gbps)
+        shares = split(node_rates, dedicated_rates)
+        weights = shares.colocated + shares.dedicated if colocated else dedicated_rates
         servers = " and ".join(
             text
             for text in (
@@ -149,8 +153,10 @@ def decide(
             why += "; ranks of a node sum in shared memory first"
         if force:
             why += "; BYTEPS_FORCE_DISTRIBUTED: every rank pushes for itself"
-        if sentence:
-            why += f"; {sentence}"
+        if rates:
+            why += f"; {rates}"
+        if colocated and (dedicated or len({*node_rates}) > 1):
+            why += f"; {shares.sentence}"
     credit = credit or max(_CREDIT_PER_SERVER * len(weights), _LEAST_CREDIT)
     boards = mode == "local" and all(member.boards for member in members)
     return Plan(

@@ -14,11 +14,11 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch_bps
-from torch_bps import topology
+from torch_bps import affinity, interfaces, topology
 from torch_bps.config import Config
 from torch_bps.core.boards import Boards
 from torch_bps.core.client import Client
@@ -97,16 +97,25 @@ class Runtime:
         self.host = topology.host_label()
         self.who = f"rank {rank} (host {self.host}, pid {os.getpid()})"
         self.groups: dict[int, Group] = {}
+        self.interfaces = interfaces.find(config.interfaces)
         self.world_nodes = 0
         self.node_server = ""
         self._server: ColocatedServer | None = None
+        self._is_held = False
         self._server_lock = threading.Lock()
         self._closed = False
         self.reactor = EpollReactor("byteps-io-0")
         self.arena = Arena(config.shared_memory_bytes)
         self._inproc = InprocTransport()
         self._transports: dict[str, Any] = {
-            scheme: make(scheme, self.arena, config.socket_buffer_bytes) for scheme in SCHEMES
+            scheme: make(
+                scheme,
+                self.arena,
+                socket_buffer_nbytes=config.socket_buffer_bytes,
+                silence_s=config.heartbeat_timeout_s,
+                interfaces=self.interfaces,
+            )
+            for scheme in SCHEMES
         }
         self._transports["inproc"] = self._inproc
         uplink = NodeUplink()
@@ -147,11 +156,17 @@ class Runtime:
             self._transports["shm"].listen(self.reactor, self.local_address.removeprefix("shm://"), accept),
         ]
 
-    def start_server(self, host: str) -> announcement.Announcement:
+    def hold_near(self, addresses: Sequence[str]) -> None:
+        """Let the IO thread run near the interfaces that have these addresses, from now on."""
+        if self.config.numa_on and not self._is_held:
+            self._is_held = True
+            self.reactor.call(affinity.hold_near, interfaces.holding(addresses))
+
+    def start_server(self, hosts: Sequence[str]) -> announcement.Announcement:
         """Start this node's co-located server, unless it runs already; returns where it is."""
         with self._server_lock:
             if self._server is None:
-                self._server = ColocatedServer(host)
+                self._server = ColocatedServer(hosts)
             return self._server.announcement
 
     def in_reactor(self, function: Callable[[], _T], timeout_s: float = 30.0) -> _T:

@@ -18,7 +18,7 @@ import sys
 import uuid
 from types import FrameType
 
-from torch_bps import topology
+from torch_bps import affinity, interfaces, topology
 from torch_bps.config import Config
 from torch_bps.errors import BytePSError, ConfigError
 from torch_bps.server import reducer
@@ -40,8 +40,9 @@ def parser() -> argparse.ArgumentParser:
         description="Run a summation server: it adds what the ranks push and sends the sums back.",
         epilog="At the workers: BYTEPS_SERVERS=HOST:PORT,... or, with --rdzv-endpoint, BYTEPS_NUM_SERVERS=k.",
     )
-    p.add_argument("--host", default="", help="address or name to listen at (default: the one that reaches the "
-                   "rendezvous, else 127.0.0.1; 0.0.0.0 or :: for all)")  # fmt: skip
+    p.add_argument("--host", default="", help="address or name to listen at, or several with commas, one for each "
+                   "network interface (default: those of BYTEPS_INTERFACE, else the one that reaches the rendezvous, "
+                   "else 127.0.0.1; 0.0.0.0 or :: for all)")  # fmt: skip
     p.add_argument("--port", type=int, default=0, help="control port (default: any free one); data uses PORT+1")
     p.add_argument("--rdzv-endpoint", default="", metavar="HOST:PORT", help="torchrun's: find the job there")
     p.add_argument("--rdzv-id", default="none", metavar="ID", help="torchrun's --rdzv-id (its default: none)")
@@ -79,9 +80,9 @@ class Server:
         self._exit_code = 0
         _check(options)
         endpoint = _endpoint(options.rdzv_endpoint)
-        host = options.host or (topology.interface_address(config.interface) if config.interface else "")
-        if not host:
-            host = _address_towards(*endpoint) if endpoint else "127.0.0.1"
+        hosts = _hosts(options.host, config, endpoint)
+        if config.numa_on:
+            affinity.hold_near(interfaces.holding(hosts))  # before any thread is started: they are held too
         name = uuid.uuid4().hex
         self._arena = Arena(config.shared_memory_bytes)
         node = topology.node_identity(config.node_id)
@@ -91,19 +92,29 @@ class Server:
             self._arena,
             name=name,
             node=node,
+            nic_gbps=config.nic_gbps,
             folder=self._folder,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
         self.service.on_change = self._look
-        self._transports = {scheme: make(scheme, self._arena, config.socket_buffer_bytes) for scheme in SCHEMES}
+        self._transports = {
+            scheme: make(
+                scheme,
+                self._arena,
+                socket_buffer_nbytes=config.socket_buffer_bytes,
+                silence_s=config.heartbeat_timeout_s,
+            )
+            for scheme in SCHEMES
+        }
         self._listeners: list[Listener] = []
         data_port = options.port + 1 if options.port else 0
-        control_listener = self._listen("zmq", topology.join_address(host, options.port))
-        for scheme, where in (("shm", f"byteps-{name}"), ("tcp", topology.join_address(host, data_port))):
+        control_listener = self._listen("zmq", topology.join_address(hosts[0], options.port))
+        places = [("shm", f"byteps-{name}"), *(("tcp", topology.join_address(host, data_port)) for host in hosts)]
+        for scheme, where in places:
             self.service.endpoints.append(self._listen(scheme, where).address)
         self.service.endpoints.append(control_listener.address)
         address = control_listener.address.removeprefix("zmq://")
-        if host in ("0.0.0.0", "::"):
+        if hosts[0] in ("0.0.0.0", "::"):
             address = topology.join_address(topology.host_label(), topology.split_address(address)[1])
         self.announcement = announcement.Announcement(address, name, topology.host_label())
         self._endpoint = endpoint
@@ -234,6 +245,13 @@ def _check(options: argparse.Namespace) -> None:
     ):
         if not low <= value <= high:
             raise ConfigError(f"{option} {value} is out of range", hint=f"allowed: {low} to {high:g}")
+
+
+def _hosts(text: str, config: Config, endpoint: tuple[str, int] | None) -> list[str]:
+    """Return the addresses to listen at; control at the first."""
+    hosts = [part.strip() for part in text.split(",") if part.strip()]
+    hosts = hosts or [interface.address for interface in interfaces.find(config.interfaces)]
+    return hosts or [_address_towards(*endpoint) if endpoint else "127.0.0.1"]
 
 
 def _address_towards(host: str, port: int) -> str:

@@ -75,7 +75,13 @@ class Connection:
             return
         self._process = service.membership.hello(message, channel, time.monotonic())
         self._process.send(
-            control.Welcome(service.name, service.endpoints, service.node, release=torch_bps.__version__)
+            control.Welcome(
+                service.name,
+                service.endpoints,
+                service.node,
+                release=torch_bps.__version__,
+                nic_gbps=service.nic_gbps,
+            )
         )
 
     def on_close(self, channel: Channel, error: Exception | None) -> None:

@@ -54,6 +54,7 @@ class Service:
         name: uuid hex, told to clients.
         node: identity of the host; clients with the same one may use shared memory.
         endpoints: addresses of the data planes, told to clients.
+        nic_gbps: rate of the host's link, told to clients; 0: unknown.
         folder: runs the adds.
         heartbeat_timeout_s: a process that is silent for this long is lost; 0 = never.
         uplink: for a node's local service: `uplink(slot, want)` pushes the node's sum on and later calls `uplinked` or
@@ -68,6 +69,7 @@ class Service:
         name: str,
         node: str,
         endpoints: Sequence[str] = (),
+        nic_gbps: float = 0.0,
         folder: Folder | None = None,
         heartbeat_timeout_s: float = 0.0,
         uplink: Callable[[Slot, bool], None] | None = None,
@@ -77,6 +79,7 @@ class Service:
         self.name = name
         self.node = node
         self.endpoints = list(endpoints)
+        self.nic_gbps = nic_gbps
         self.engine = Engine()
         self.membership = Membership()
         self.channels: set[Channel] = set()

@@ -123,8 +123,12 @@ class Transport(Protocol):
             ConfigError: the port is taken, the host cannot be resolved, no permission; the message names them.
         """
 
-    def connect(self, reactor: Reactor, address: str, handler: Handler) -> Channel:
-        """Start to connect; returns at once. Failure is reported through handler.on_close with an error."""
+    def connect(self, reactor: Reactor, address: str, handler: Handler, lane: int = 0) -> Channel:
+        """Start to connect; returns at once. Failure is reported through handler.on_close with an error.
+
+        Args:
+            lane: number of this connection among those to the same peer: each interface takes its turn.
+        """
 
 
 class Timer(Protocol):

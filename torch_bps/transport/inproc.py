@@ -40,7 +40,7 @@ class InprocTransport:
         self._names[where] = accept
         return _InprocListener(self._names, where)
 
-    def connect(self, reactor: Reactor, address: str, handler: Handler) -> Channel:
+    def connect(self, reactor: Reactor, address: str, handler: Handler, lane: int = 0) -> Channel:
         """Start to connect."""
         near = InprocChannel(reactor, address, self._faults)
         near.handler = handler

@@ -10,11 +10,12 @@ from importlib import import_module
 from typing import Any, Final
 
 from torch_bps.errors import ConfigError
+from torch_bps.interfaces import Interface
 from torch_bps.transport.arena import Arena
 from torch_bps.transport.memory import Pool
 
 _TRANSPORTS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
-    "tcp": ("torch_bps.transport.tcp:TcpTransport", ("pool", "socket_buffer_nbytes")),
+    "tcp": ("torch_bps.transport.tcp:TcpTransport", ("pool", "socket_buffer_nbytes", "silence_s", "interfaces")),
     "shm": ("torch_bps.transport.shm:ShmTransport", ("arena",)),
     "zmq": ("torch_bps.transport.zmq:ZmqTransport", ()),
 }
@@ -23,14 +24,27 @@ SCHEMES: Final = tuple(_TRANSPORTS)
 _PREFERENCE: Final = ("shm", "tcp", "zmq")
 
 
-def make(scheme: str, arena: Arena, socket_buffer_nbytes: int = 0) -> Any:
+def make(
+    scheme: str,
+    arena: Arena,
+    *,
+    socket_buffer_nbytes: int = 0,
+    silence_s: float = 0.0,
+    interfaces: Sequence[Interface] = (),
+) -> Any:
     """Return a new transport (transport.base.Transport, with `close` where there is something to close).
 
     Args:
         arena: where shm keeps what it sends.
-        socket_buffer_nbytes: for tcp.
+        socket_buffer_nbytes, silence_s, interfaces: for tcp.
     """
-    given = {"arena": arena, "pool": Pool(), "socket_buffer_nbytes": socket_buffer_nbytes}
+    given = {
+        "arena": arena,
+        "pool": Pool(),
+        "socket_buffer_nbytes": socket_buffer_nbytes,
+        "silence_s": silence_s,
+        "interfaces": interfaces,
+    }
     path, names = _TRANSPORTS[scheme]
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)(*(given[name] for name in names))
@@ -44,8 +58,8 @@ def scheme_of(address: str) -> str:
     return scheme
 
 
-def choose(wanted: str, offered: Sequence[str], same_node: bool) -> tuple[str, str]:
-    """Return the address to use and the sentence that says why.
+def choose(wanted: str, offered: Sequence[str], same_node: bool) -> tuple[list[str], str]:
+    """Return the addresses to use, several where a server has as many interfaces, and the sentence that says why.
 
     Args:
         wanted: auto, or the scheme that the user asks for (BYTEPS_TRANSPORT).
@@ -55,7 +69,9 @@ def choose(wanted: str, offered: Sequence[str], same_node: bool) -> tuple[str, s
     Raises:
         ConfigError: what is wanted is not offered.
     """
-    by_scheme = {scheme_of(address): address for address in reversed(offered)}
+    by_scheme: dict[str, list[str]] = {}
+    for address in offered:
+        by_scheme.setdefault(scheme_of(address), []).append(address)
     if wanted != "auto":
         if wanted == "shm" and not same_node:
             raise ConfigError("BYTEPS_TRANSPORT=shm, but the server is on another node", hint="use auto or tcp")

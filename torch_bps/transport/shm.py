@@ -97,7 +97,7 @@ class ShmTransport:
         """Listen at the name `where`, of at most 107 bytes."""
         return ShmListener(self, reactor, where, accept)
 
-    def connect(self, reactor: Reactor, address: str, handler: Handler) -> ShmChannel:
+    def connect(self, reactor: Reactor, address: str, handler: Handler, lane: int = 0) -> ShmChannel:
         """Start to connect to "shm://NAME"."""
         channel = ShmChannel(self, reactor, address)
         channel.handler = handler

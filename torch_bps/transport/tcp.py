@@ -7,10 +7,11 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch_bps.errors import ConfigError, PeerLostError
+from torch_bps.interfaces import Interface
 from torch_bps.topology import join_address, split_address
 from torch_bps.transport.base import Channel, Handler, Memory, Reactor, Timer
 from torch_bps.transport.stream import StreamChannel
@@ -29,13 +30,24 @@ class TcpTransport:
     Args:
         pool: memory for payloads that the handler has no place for.
         socket_buffer_nbytes: of each socket, both ways; 0 leaves it to the kernel.
+        silence_s: a connection whose peer acknowledges nothing for so long is lost; 0 = never. A heartbeat only notices
+            the end of its own interface.
+        interfaces: connections are made from their addresses, in turn; none: the route decides.
     """
 
     name = "tcp"
 
-    def __init__(self, pool: Memory, socket_buffer_nbytes: int = 0) -> None:
+    def __init__(
+        self,
+        pool: Memory,
+        socket_buffer_nbytes: int = 0,
+        silence_s: float = 0.0,
+        interfaces: Sequence[Interface] = (),
+    ) -> None:
         self._pool = pool
         self._socket_buffer_nbytes = socket_buffer_nbytes
+        self._silence_s = silence_s
+        self._interfaces = interfaces
 
     def listen(self, reactor: Reactor, where: str, accept: Callable[[Channel], Handler]) -> StreamListener:
         """Listen at "host:port". Raises ConfigError."""
@@ -59,7 +71,7 @@ class TcpTransport:
             ) from None
         return _TcpListener(self, reactor, sock, f"tcp://{join_address(host, sock.getsockname()[1])}", accept)
 
-    def connect(self, reactor: Reactor, address: str, handler: Handler) -> Channel:
+    def connect(self, reactor: Reactor, address: str, handler: Handler, lane: int = 0) -> Channel:
         """Start to connect to "tcp://host:port"."""
         channel = _TcpChannel(reactor, None, address, self._pool)
         channel.handler = handler
@@ -71,12 +83,14 @@ class TcpTransport:
             why = error.strerror or error
             channel.close(PeerLostError(f"cannot connect to {address}: {why}", hint="check the host name"))
         else:
-            channel.connect(candidates, self._prepare)
+            interface = self._interfaces[lane % len(self._interfaces)] if self._interfaces else None
+            channel.connect(candidates, self._prepare, interface)
         return channel
 
     def _prepare(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._silence_s * 1000))
         self._size_buffers(sock)
 
     def _size_buffers(self, sock: socket.socket) -> None:
@@ -111,12 +125,19 @@ class _TcpChannel(StreamChannel):
     transport = "tcp"
     _candidates: list[_AddressInfo]
     _prepare: Callable[[socket.socket], None]
+    _interface: Interface | None
     _connect_timer: Timer | None = None
 
-    def connect(self, candidates: list[_AddressInfo], prepare: Callable[[socket.socket], None]) -> None:
-        """Try each address in turn."""
+    def connect(
+        self,
+        candidates: list[_AddressInfo],
+        prepare: Callable[[socket.socket], None],
+        interface: Interface | None,
+    ) -> None:
+        """Try each address in turn, from the address of the interface."""
         self._candidates = candidates
         self._prepare = prepare
+        self._interface = interface
         self._try_next(OSError("no address"))
 
     def _try_next(self, last: OSError) -> None:
@@ -126,6 +147,7 @@ class _TcpChannel(StreamChannel):
                 self._sock = socket.socket(family, kind, proto)
                 self._sock.setblocking(False)
                 self._prepare(self._sock)
+                self._bind(self._sock, family)
                 self._sock.connect(address)
             except BlockingIOError:
                 assert self._sock is not None
@@ -140,10 +162,21 @@ class _TcpChannel(StreamChannel):
             return
         self.close(
             PeerLostError(
-                f"cannot connect to {self.peer}: {last.strerror or last}",
+                f"cannot connect to {self.peer}{self._from()}: {last.strerror or last}",
                 hint="see whether it runs, and whether a firewall is between",
             )
         )
+
+    def _bind(self, sock: socket.socket, family: int) -> None:
+        if self._interface is None:
+            return
+        address = self._interface.address_of(family)
+        if not address:
+            raise OSError(f"{self._interface.name} has no IPv{6 if family == socket.AF_INET6 else 4} address")
+        sock.bind((address, 0))
+
+    def _from(self) -> str:
+        return f" from {self._interface.name} ({self._interface.address})" if self._interface is not None else ""
 
     def _connected(self, events: int) -> None:
         assert self._sock is not None

@@ -62,7 +62,7 @@ class ZmqTransport:
         _, bound_port = split_address(bound.removeprefix("tcp://"))
         return _Router(reactor, sock, f"zmq://{join_address(host, bound_port)}", accept)
 
-    def connect(self, reactor: Reactor, address: str, handler: Handler) -> Channel:
+    def connect(self, reactor: Reactor, address: str, handler: Handler, lane: int = 0) -> Channel:
         """Start to connect to "zmq://host:port"."""
         return _Dealer(reactor, self._dealer, address, handler)
 

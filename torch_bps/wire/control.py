@@ -50,6 +50,8 @@ class Welcome(Message, tag="welcome"):
     """identity of the host (core.topology): shm only works where it equals the client's own"""
     version: int = WIRE_VERSION
     release: str = ""
+    nic_gbps: float = 0.0
+    """rate of the host's link (BYTEPS_NIC_GBPS); 0: not set"""
 
 
 class Refused(Message, tag="refused"):
