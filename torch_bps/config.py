@@ -147,6 +147,10 @@ class Config:
         "0 to 65536", lambda value: 0 <= value <= 65536,
         original="same name; there it was off by default and given back earlier",
     )  # fmt: skip
+    priority: int = _setting(
+        0, "of calls outside `torch_bps.priority`: smaller is sooner, also among the jobs of a server", _integer,
+        "-1000000 to 1000000", lambda value: -1_000_000 <= value <= 1_000_000,
+    )  # fmt: skip
     server_engine_thread: int = _setting(
         2, "threads that add, in a server", _integer, "1 to 64", lambda value: 1 <= value <= 64,
         original="same name and meaning, default 4",
