@@ -137,7 +137,13 @@ class Config:
     local_boards: bool = _setting(
         True, "ranks of one node sum from memory to memory; 0: through each other's IO threads", _boolean, _BOOLEAN
     )
-    lanes: int = _setting(2, "data connections to each server (tcp)", _integer, "1 to 64", lambda v: 1 <= v <= 64)
+    lanes: int = _setting(
+        2,
+        "data connections to each server, and one for urgent frames (tcp)",
+        _integer,
+        "1 to 64",
+        lambda v: 1 <= v <= 64,
+    )
     partition_bytes: int = _setting(
         1 << 20, "largest partition", _nbytes, f"4K to 512M, {_BYTES}", lambda value: 4096 <= value <= 1 << 29,
         original="same name and meaning, default 4096000",

@@ -2,6 +2,10 @@
 
     connect ──> Hello ──> Welcome ──> lanes, each with an Attach ──> ready ──> Join/Joined a group ... ──> Bye
 
+The first lane is the express lane: only frames of blocking calls go there, and their answers come back there, so they
+never wait in a socket behind megabytes of others (a kernel's buffer cannot be overtaken). With shm, where sockets only
+carry signals, one lane is enough.
+
 Called by core.client. Knows no operations.
 """
 
@@ -16,7 +20,7 @@ from torch_bps.errors import BY_NAME, BytePSError, PeerLostError, ProtocolError
 from torch_bps.transport.base import Buffer, Channel, Reactor, Transport
 from torch_bps.transport.registry import choose, scheme_of
 from torch_bps.wire import control
-from torch_bps.wire.header import CONTROL, DONE, RESULT, Header, Key
+from torch_bps.wire.header import CONTROL, DONE, RESULT, URGENT, Header, Key
 
 if TYPE_CHECKING:
     from torch_bps.core.flight import Task
@@ -50,7 +54,7 @@ class Link:
         address: of the control channel.
         name: for messages to people ("rank 3 on host a"); default "server ADDRESS".
         wanted: BYTEPS_TRANSPORT.
-        lanes: data connections to open where the transport is tcp.
+        lanes: data connections to open, besides the express lane, where the transport is tcp.
         single: the control channel carries the data too (ranks of one host).
         node: this host's identity.
     """
@@ -96,6 +100,8 @@ class Link:
         self._ping = 0
         self._unopened = 0
         self._lanes: list[Channel] = []
+        self._background_lanes: list[Channel] = []
+        """all but the express lane"""
         self._channels: list[Channel] = []
         self._control: Channel = self._connect(address)
         self.send_message(hello)
@@ -117,8 +123,8 @@ class Link:
     # ---- sending
 
     def send(self, header: Header, buffer: Buffer | None) -> None:
-        """Send a data frame on the lane with the least queued."""
-        lanes = self._lanes
+        """Send a data frame on the lane with the least queued; the express lane is for urgent ones, if it is free."""
+        lanes = self._lanes if header.priority < URGENT else self._background_lanes
         if len(lanes) == 1:
             lanes[0].send(header, buffer)
         elif lanes:
@@ -254,7 +260,7 @@ class Link:
             raise ProtocolError(f"{self.address} said welcome twice")
         self.service = message.service
         if self._single:
-            self._lanes = [self._control]
+            self._lanes = self._background_lanes = [self._control]
             self._become_ready()
             return
         same_node = bool(message.node) and message.node == self._node
@@ -265,13 +271,14 @@ class Link:
             self.close(error.with_facts(server=self.address))
             return
         self.transport = scheme_of(address)
-        num_lanes = self._num_lanes if self.transport == "tcp" else 1
+        num_lanes = {"tcp": self._num_lanes + 1, "shm": 1}.get(self.transport, 2)
         self._unopened = num_lanes
         for number in range(num_lanes):
             channel = self._connect(address)
             self._lanes.append(channel)
             header, payload = control.encode(control.Attach(self._hello.process, number, self._hello.token))
             channel.send(header, Buffer(memoryview(payload)))
+        self._background_lanes = self._lanes[1:] or self._lanes
 
     def _become_ready(self) -> None:
         if not self.ready:

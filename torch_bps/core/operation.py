@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Final
 
 from torch_bps.errors import BytePSError
+from torch_bps.wire.header import URGENT
 
 MAX_PRIORITY: Final = 1_000_000
 """a shim's numbers are at most this, and at least its negative"""
-_BLOCKING: Final = 1 << 30
-"""what is subtracted for a blocking caller: sooner than every number in the background, and still an int32"""
+_BLOCKING: Final = 2 * URGENT
+"""what is added for a blocking caller: sooner than every number in the background, and still an int32"""
 
 Piece = tuple[int, memoryview]
 """(block, contiguous bytes); the memory must stay valid and untouched until on_done"""
@@ -80,7 +81,7 @@ class Operation:
         self.pulls = pulls
         self.peer = peer
         self.tag = tag
-        self.priority = priority - _BLOCKING if blocking else priority
+        self.priority = priority + _BLOCKING if blocking else priority
         """the one that counts, and that frames carry"""
         self.blocking = blocking
         self.timeout_s = timeout_s
