@@ -42,24 +42,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 2
+    command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
+    command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
+    if options.json:
+        command += ["--json", options.json]
     with NetLab(options.workers + options.servers, options.rate) as lab:
-        return _run(lab, options)
+        print(f"# {options.workers} workers, {options.servers} servers, links of {options.rate} Mbit/s", flush=True)
+        return run_ranks(lab, options.workers, command)
 
 
-def _run(lab: NetLab, options: argparse.Namespace) -> int:
-    workers = options.workers
+def run_ranks(lab: NetLab, workers: int, command: Sequence[str]) -> int:
+    """Run `command` as a rank on each of the first hosts, servers on the others; returns the first exit code not 0."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         servers = []
-        for number in range(workers, workers + options.servers):
+        for number in range(workers, len(lab.hosts)):
             host = lab.hosts[number].ipv4
-            command = [sys.executable, "-m", "torch_bps.server", "--host", host, "--port", str(PORT)]
-            running.append(subprocess.Popen([*lab.prefix(number), *command], stdout=subprocess.DEVNULL))
+            server = [sys.executable, "-m", "torch_bps.server", "--host", host, "--port", str(PORT)]
+            running.append(subprocess.Popen([*lab.prefix(number), *server], stdout=subprocess.DEVNULL))
             servers.append(f"{host}:{PORT}")
-        command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
-        command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
-        if options.json:
-            command += ["--json", options.json]
         ranks = []
         for rank in range(workers):
             env = {
@@ -76,7 +77,6 @@ def _run(lab: NetLab, options: argparse.Namespace) -> int:
                 env["BYTEPS_ENABLE_MIXED_MODE"] = "1" if len(servers) < workers else "0"
             ranks.append(subprocess.Popen([*lab.prefix(rank), *command], env=env))
             running.append(ranks[-1])
-        print(f"# {workers} workers, {len(servers)} servers, links of {options.rate} Mbit/s", flush=True)
         codes = [process.wait() for process in ranks]
     finally:
         for process in running:

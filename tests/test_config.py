@@ -30,6 +30,7 @@ FIELDS: dict[str, tuple[str, Any, str, Any, Any, list[str], list[Any]]] = {
     "lanes": ("BYTEPS_LANES", 2, "64", 64, 1, ["0", "65", "two"], [0, 65, 2.0]),
     "partition_bytes": ("BYTEPS_PARTITION_BYTES", 1 << 20, "4M", 4 << 20, 8192, ["4095", "2G", "M"], [64, "x"]),
     "scheduling_credit": ("BYTEPS_SCHEDULING_CREDIT", 0, "65536", 65536, 1, ["-1", "65537"], [-1]),
+    "priority": ("BYTEPS_PRIORITY", 0, "-3", -3, 5, ["soon", "1000001"], [-1000001, True]),
     "server_engine_thread": ("BYTEPS_SERVER_ENGINE_THREAD", 2, "64", 64, 1, ["0", "65"], [0]),
     "heartbeat_timeout_s": ("BYTEPS_HEARTBEAT_TIMEOUT", 15.0, "0", 0.0, 2, ["0.5", "-1", "nan", "inf", "x"], [0.5]),
     "stall_warning_s": ("BYTEPS_STALL_WARNING", 10.0, "0.1", 0.1, 3.5, ["0", "86401", "soon"], [0, True, "3"]),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_bps.backend.options import Options
+    from torch_bps.backend.priority import priority
     from torch_bps.errors import (
         BytePSError,
         ClosedError,
@@ -49,8 +50,11 @@ __all__ = [
     "UnsupportedError",
     "VersionError",
     "__version__",
+    "priority",
     "register",
 ]
+_HOMES = {"Options": "torch_bps.backend.options", "priority": "torch_bps.backend.priority"}
+"""where names are; those of the errors are not listed"""
 
 
 def register() -> None:
@@ -67,7 +71,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import torch.distributed  # noqa: F401 # first, so that the errors are DistBackendErrors
 
-    module = import_module("torch_bps.backend.options" if name == "Options" else "torch_bps.errors")
+    module = import_module(_HOMES.get(name, "torch_bps.errors"))
     value = globals()[name] = getattr(module, name)
     return value
 

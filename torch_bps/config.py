@@ -140,7 +140,13 @@ class Config:
     local_boards: bool = _setting(
         True, "ranks of one node sum from memory to memory; 0: through each other's IO threads", _boolean, _BOOLEAN
     )
-    lanes: int = _setting(2, "data connections to each server (tcp)", _integer, "1 to 64", lambda v: 1 <= v <= 64)
+    lanes: int = _setting(
+        2,
+        "data connections to each server, and one for urgent frames (tcp)",
+        _integer,
+        "1 to 64",
+        lambda v: 1 <= v <= 64,
+    )
     partition_bytes: int = _setting(
         1 << 20, "largest partition", _nbytes, f"4K to 512M, {_BYTES}", lambda value: 4096 <= value <= 1 << 29,
         original="same name and meaning, default 4096000",
@@ -149,6 +155,10 @@ class Config:
         0, "partitions of a rank in flight until their result is back; 0: 3 a server, 6 at least", _integer,
         "0 to 65536", lambda value: 0 <= value <= 65536,
         original="same name; there it was off by default and given back earlier",
+    )  # fmt: skip
+    priority: int = _setting(
+        0, "of calls outside `torch_bps.priority`: smaller is sooner, also among the jobs of a server", _integer,
+        "-1000000 to 1000000", lambda value: -1_000_000 <= value <= 1_000_000,
     )  # fmt: skip
     server_engine_thread: int = _setting(
         2, "threads that add, in a server", _integer, "1 to 64", lambda value: 1 <= value <= 64,

@@ -9,7 +9,7 @@ import pytest
 from torch_bps.core.link import Link
 from torch_bps.transport.base import Buffer
 from torch_bps.wire import control
-from torch_bps.wire.header import CONTROL, PUSH, Header
+from torch_bps.wire.header import CONTROL, PUSH, URGENT, Header
 
 ZMQ, TCP, OTHER_TCP = "zmq://10.0.0.1:1", "tcp://10.0.0.1:2", "tcp://10.0.1.1:2"
 
@@ -62,11 +62,11 @@ def linked(endpoints: list[str], lanes: int, address: str = ZMQ) -> tuple[Link, 
 @pytest.mark.parametrize(
     ("endpoints", "lanes", "addresses"),
     [
-        ([ZMQ, TCP], 2, [TCP, TCP]),
-        ([TCP, OTHER_TCP, ZMQ], 2, [TCP, OTHER_TCP]),
-        ([TCP, OTHER_TCP], 1, [TCP, OTHER_TCP]),  # each address has a lane
-        ([TCP, OTHER_TCP], 4, [TCP, OTHER_TCP, TCP, OTHER_TCP]),
-        ([ZMQ], 4, [ZMQ]),
+        ([ZMQ, TCP], 2, [TCP, TCP, TCP]),  # the first is the express lane
+        ([TCP, OTHER_TCP, ZMQ], 2, [TCP, OTHER_TCP, TCP]),
+        ([TCP, OTHER_TCP], 1, [TCP, OTHER_TCP, TCP]),  # each address has a lane
+        ([TCP, OTHER_TCP], 4, [TCP, OTHER_TCP, TCP, OTHER_TCP, TCP]),
+        ([ZMQ], 4, [ZMQ, ZMQ]),
     ],
 )
 def test_lanes_take_the_addresses_of_the_service_in_turn(
@@ -89,28 +89,39 @@ def test_lanes_take_the_addresses_of_the_service_in_turn(
 def test_a_service_that_listens_everywhere_is_where_it_was_reached(
     address: str, endpoints: list[str], where: str
 ) -> None:
-    _, (channel,) = linked(endpoints, 1, address)
-    assert channel.address == where
+    _, channels = linked(endpoints, 1, address)
+    assert {channel.address for channel in channels} == {where}
 
 
-def push(link: Link, sequence: int) -> None:
-    link.send(Header(PUSH, sequence=sequence), None)
+def push(link: Link, sequence: int, priority: int = 0) -> None:
+    link.send(Header(PUSH, sequence=sequence, priority=priority), None)
 
 
 def test_lanes_take_turns_also_where_the_kernel_takes_everything_at_once() -> None:
-    link, channels = linked([TCP], 3)
+    link, (express, *lanes) = linked([TCP], 3)
     for sequence in range(6):
         push(link, sequence)
-    assert sorted(channel.pushes for channel in channels) == [[0, 3], [1, 4], [2, 5]]
+    assert sorted(lane.pushes for lane in lanes) == [[0, 3], [1, 4], [2, 5]]
+    assert not express.pushes
 
 
 def test_a_lane_that_is_behind_is_passed_over() -> None:
-    link, channels = linked([TCP], 3)
-    channels[0].queued_nbytes, channels[2].queued_nbytes = 200, 100
+    link, (_, *lanes) = linked([TCP], 3)
+    lanes[0].queued_nbytes, lanes[2].queued_nbytes = 200, 100
     for sequence in range(3):
         push(link, sequence)
-    assert channels[1].pushes == [0, 1, 2]
-    channels[1].queued_nbytes = 300
+    assert lanes[1].pushes == [0, 1, 2]
+    lanes[1].queued_nbytes = 300
     push(link, 3)
     push(link, 4)
-    assert channels[2].pushes == [3, 4]
+    assert lanes[2].pushes == [3, 4]
+
+
+def test_urgent_frames_have_the_express_lane_and_any_other_while_that_is_behind() -> None:
+    link, (express, *lanes) = linked([TCP], 2)
+    push(link, 0, URGENT - 1)
+    push(link, 1, URGENT - 1)
+    assert express.pushes == [0, 1]
+    express.queued_nbytes = 100
+    push(link, 2, URGENT - 1)
+    assert sorted(lane.pushes for lane in lanes) == [[], [2]]

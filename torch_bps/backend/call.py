@@ -23,10 +23,12 @@ class Call:
         rank, size: of the group.
         timeout_s: deadline of each operation.
         priority: smaller is sooner.
+        blocking: the caller waits for it at once.
         on_done: what core calls once for each operation.
     """
 
     __slots__ = (
+        "blocking",
         "copy_backs",
         "keep",
         "next_stage",
@@ -40,12 +42,19 @@ class Call:
     )
 
     def __init__(
-        self, rank: int, size: int, timeout_s: float, priority: int, on_done: Callable[[BytePSError | None], None]
+        self,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        priority: int,
+        blocking: bool,
+        on_done: Callable[[BytePSError | None], None],
     ) -> None:
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
         self.priority = priority
+        self.blocking = blocking
         self.on_done = on_done
         self.operations: list[Operation] = []
         self.keep: list[torch.Tensor] = []
@@ -114,6 +123,7 @@ class Call:
                 peer=peer,
                 tag=tag,
                 priority=self.priority,
+                blocking=self.blocking,
                 timeout_s=self.timeout_s,
                 label=label,
                 on_done=self.on_done,

@@ -34,7 +34,7 @@ def create(options: _DistributedBackendOptions, pg_options: object = None) -> Pr
             options.store, rank, size, timeout_s=options.timeout.total_seconds(), name=name, config=config
         )
     process_group_class = class_for(device_of(options.store))
-    return process_group_class(group, options.store, rank, size, options.timeout, name)
+    return process_group_class(group, options.store, rank, size, options.timeout, name, config.priority)
 
 
 def _close_all() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from torch_bps.backend import collectives, dynamo, point_to_point
+from torch_bps.backend import collectives, dynamo, point_to_point, priority
 from torch_bps.backend.arguments import as_list, as_nested, only, options, seconds
 from torch_bps.backend.call import Call
 from torch_bps.backend.completion import workers
@@ -35,8 +35,6 @@ Tensors = Sequence[torch.Tensor]
 Fill = Callable[[Call], None]
 
 _DEFAULT_TIMEOUT: Final = timedelta(milliseconds=-1)  # as torch writes "not given"
-_BLOCKING_PRIORITY: Final = -1
-"""a caller that waits at once overtakes what runs in the background"""
 
 
 _Base: Any = dist.ProcessGroup  # torch's stub lists overloads that no Python subclass can match
@@ -52,10 +50,18 @@ class ProcessGroupBytePS(_Base):  # type: ignore[misc]
         store: of the group, for those who ask for it, and for the gloo inside.
         timeout: of operations that state none.
         name: for messages, until torch sets one.
+        usual_priority: of calls that state none.
     """
 
     def __init__(
-        self, group: Group | None, store: c10d.Store, rank: int, size: int, timeout: timedelta, name: str = ""
+        self,
+        group: Group | None,
+        store: c10d.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        name: str = "",
+        usual_priority: int = 0,
     ) -> None:
         super().__init__(rank, size)  # torch 2.13 refuses the store, its usual first argument, from a subclass
         self._group = group
@@ -64,6 +70,7 @@ class ProcessGroupBytePS(_Base):  # type: ignore[misc]
         self._size = size
         self._timeout_s = timeout.total_seconds()
         self._name = name
+        self._usual_priority = usual_priority
         self._desc = ""
         self._facts: dict[str, Any] = {"rank": rank, "group": name}
         self._pid = os.getpid()
@@ -143,7 +150,9 @@ class ProcessGroupBytePS(_Base):  # type: ignore[misc]
 
     # ---- how each call goes
 
-    def _begin(self, timeout: timedelta = _DEFAULT_TIMEOUT, blocking: bool = False) -> tuple[WorkBytePS, Call]:
+    def _begin(
+        self, timeout: timedelta = _DEFAULT_TIMEOUT, blocking: bool = False, kind_priority: int = 0
+    ) -> tuple[WorkBytePS, Call]:
         if self._closed:
             raise ClosedError(f"process group {self._name!r} was destroyed", **self._facts)
         if os.getpid() != self._pid:
@@ -154,7 +163,8 @@ class ProcessGroupBytePS(_Base):  # type: ignore[misc]
             )
         timeout_s = seconds(timeout, self._timeout_s)
         work = WorkBytePS(self._facts, timeout_s)
-        return work, Call(self._rank, self._size, timeout_s, _BLOCKING_PRIORITY if blocking else 0, work.on_done)
+        number = priority.chosen(self._usual_priority + kind_priority)
+        return work, Call(self._rank, self._size, timeout_s, number, blocking, work.on_done)
 
     def _start(self, work: WorkBytePS, call: Call, value: Value) -> WorkBytePS:
         self._num_local += 1
@@ -222,7 +232,7 @@ class ProcessGroupBytePS(_Base):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, opts: object = None, *rest: object, **named: object) -> WorkBytePS:
         outputs, inputs = as_nested(outputs), as_list(inputs)
         opts = options(c10d.AllgatherOptions, opts, ("timeout",), rest, named)
-        work, call = self._begin(opts.timeout, not opts.asyncOp)
+        work, call = self._begin(opts.timeout, not opts.asyncOp, priority.ALL_GATHER)
         collectives.all_gather(call, only("all_gather", outputs), only("all_gather", inputs))
         return self._start(work, call, outputs)
 
@@ -231,14 +241,14 @@ class ProcessGroupBytePS(_Base):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object = None) -> WorkBytePS:
         opts = options(c10d.AllgatherOptions, opts, (), (), {})
-        work, call = self._begin(opts.timeout, not opts.asyncOp)
+        work, call = self._begin(opts.timeout, not opts.asyncOp, priority.ALL_GATHER)
         for output, input in zip(outputs, inputs, strict=True):
             collectives.all_gather_single(call, output, input)
         return self._start(work, call, outputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: object = None) -> WorkBytePS:
         opts = options(c10d.AllgatherOptions, opts, (), (), {})
-        work, call = self._begin(opts.timeout, not opts.asyncOp)
+        work, call = self._begin(opts.timeout, not opts.asyncOp, priority.ALL_GATHER)
         for number, input in enumerate(inputs):  # outputs[rank][number]
             collectives.all_gather(call, [tensors[number] for tensors in outputs], input)
         return self._start(work, call, outputs)

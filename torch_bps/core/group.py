@@ -97,8 +97,8 @@ class Group:
     def submit(self, operation: Operation) -> None:
         """Start an operation; its on_done is called once. Sets operation.sequence.
 
-        on_done is called in the IO thread, in the lane's, or, for an operation of negative priority (its caller waits
-        for it at once), in the caller's before this returns.
+        on_done is called in the IO thread, in the lane's, or, for a blocking operation, in the caller's before this
+        returns.
 
         Raises:
             ClosedError: the group was closed, or this is a forked child.
@@ -113,7 +113,7 @@ class Group:
             if lane is not None:
                 operation.sequence = self._next
                 self._next += 1
-                if not lane.enter(operation, inline=operation.priority < 0):
+                if not lane.enter(operation, inline=operation.blocking):
                     return
             elif operation.op == ops.SEND:
                 flight = self._message(operation)

@@ -2,6 +2,10 @@
 
     connect ──> Hello ──> Welcome ──> lanes, each with an Attach ──> ready ──> Join/Joined a group ... ──> Bye
 
+The first lane is the express lane: only frames of blocking calls go there, and their answers come back there, so they
+never wait in a socket behind megabytes of others (a kernel's buffer cannot be overtaken). With shm, where sockets only
+carry signals, one lane is enough.
+
 Called by core.client. Knows no operations.
 """
 
@@ -17,7 +21,7 @@ from torch_bps.topology import join_address, split_address
 from torch_bps.transport.base import Buffer, Channel, Reactor, Transport
 from torch_bps.transport.registry import choose, scheme_of
 from torch_bps.wire import control
-from torch_bps.wire.header import CONTROL, DONE, RESULT, Header, Key
+from torch_bps.wire.header import CONTROL, DONE, RESULT, URGENT, Header, Key
 
 if TYPE_CHECKING:
     from torch_bps.core.flight import Task
@@ -53,7 +57,8 @@ class Link:
         address: of the control channel.
         name: for messages to people ("rank 3 on host a"); default "server ADDRESS".
         wanted: BYTEPS_TRANSPORT.
-        lanes: data connections to open where the transport is tcp; one for each address of the service at least.
+        lanes: data connections to open, besides the express lane, where the transport is tcp; one for each address of
+            the service at least.
         single: the control channel carries the data too (ranks of one host).
         node: this host's identity.
     """
@@ -102,6 +107,8 @@ class Link:
         self._unopened = 0
         self._turn = 0
         self._lanes: list[Channel] = []
+        self._background_lanes: list[Channel] = []
+        """all but the express lane"""
         self._channels: list[Channel] = []
         self._control: Channel = self._connect(address)
         self.send_message(hello)
@@ -123,21 +130,25 @@ class Link:
     # ---- sending
 
     def send(self, header: Header, buffer: Buffer | None) -> None:
-        """Send a data frame: on the next lane in turn, or the one with the least queued where that one has some.
+        """Send a data frame: an urgent one on the express lane, others on the next lane in turn.
 
-        Turns, since a kernel that takes everything at once would leave all to the first lane.
+        Where that lane has something queued, the one with the least takes it. Turns, since a kernel that takes
+        everything at once would leave all to the first lane.
         """
-        lanes = self._lanes
-        if len(lanes) == 1:
-            lanes[0].send(header, buffer)
-        elif lanes:
+        if not self._lanes:
+            if buffer is not None:
+                buffer.release()
+            return
+        if header.priority < URGENT:
+            lanes = self._lanes
+            lane = lanes[0]
+        else:
+            lanes = self._background_lanes
             self._turn = (self._turn + 1) % len(lanes)
             lane = lanes[self._turn]
-            if lane.queued_nbytes:
-                lane = min(lanes, key=_queued)
-            lane.send(header, buffer)
-        elif buffer is not None:
-            buffer.release()
+        if lane.queued_nbytes and len(lanes) > 1:
+            lane = min(lanes, key=_queued)
+        lane.send(header, buffer)
 
     def declare(self, header: Header) -> None:
         """Send a DECLARE: on the control channel, since nobody answers it and a Leave must not overtake it."""
@@ -268,7 +279,7 @@ class Link:
         self.service = message.service
         self.nic_gbps = message.nic_gbps
         if self._single:
-            self._lanes = [self._control]
+            self._lanes = self._background_lanes = [self._control]
             self._become_ready()
             return
         same_node = bool(message.node) and message.node == self._node
@@ -279,7 +290,7 @@ class Link:
             self.close(error.with_facts(server=self.address))
             return
         self.transport = scheme_of(addresses[0])
-        num_lanes = max(self._num_lanes, len(addresses)) if self.transport == "tcp" else 1
+        num_lanes = {"tcp": max(self._num_lanes, len(addresses)) + 1, "shm": 1}.get(self.transport, 2)
         if len(addresses) > 1 and num_lanes > 1:
             self.reason += f", {num_lanes} lanes to {len(addresses)} addresses"
         self._unopened = num_lanes
@@ -288,6 +299,7 @@ class Link:
             self._lanes.append(channel)
             header, payload = control.encode(control.Attach(self._hello.process, number, self._hello.token))
             channel.send(header, Buffer(memoryview(payload)))
+        self._background_lanes = self._lanes[1:] or self._lanes
 
     def _become_ready(self) -> None:
         if not self.ready:

@@ -6,8 +6,15 @@ A shim builds an Operation (one row of wire.ops), gives it to `Group.submit`, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from torch_bps.errors import BytePSError
+from torch_bps.wire.header import URGENT
+
+MAX_PRIORITY: Final = 1_000_000
+"""a shim's numbers are at most this, and at least its negative"""
+_BLOCKING: Final = 2 * URGENT
+"""what is added for a blocking caller: sooner than every number in the background, and still an int32"""
 
 Piece = tuple[int, memoryview]
 """(block, contiguous bytes); the memory must stay valid and untouched until on_done"""
@@ -24,10 +31,13 @@ class Operation:
         label: for messages to people: "all_reduce SUM float32[100]".
         on_done: called once, in the reactor's thread, with None or the error; must be quick and must not raise.
         owner: what keeps the memory alive; held until no channel reads or writes it, also after a failure.
+        priority: smaller is sooner; within +-MAX_PRIORITY.
+        blocking: its caller waits for it at once: it goes before all that nobody waits for, whatever their priorities.
         peer, tag: the other rank of a point-to-point message (ops.ANY_SOURCE to receive from any).
     """
 
     __slots__ = (
+        "blocking",
         "dtype",
         "label",
         "on_done",
@@ -60,6 +70,7 @@ class Operation:
         peer: int = -1,
         tag: int = 0,
         priority: int = 0,
+        blocking: bool = False,
         owner: object = None,
     ) -> None:
         self.op = op
@@ -70,7 +81,9 @@ class Operation:
         self.pulls = pulls
         self.peer = peer
         self.tag = tag
-        self.priority = priority
+        self.priority = priority + _BLOCKING if blocking else priority
+        """the one that counts, and that frames carry"""
+        self.blocking = blocking
         self.timeout_s = timeout_s
         self.label = label
         self.on_done = on_done

@@ -16,7 +16,7 @@
     40      8     total      nbytes of the whole block as this rank sees it (compared, so a mismatch is an error)
     48      8     nbytes     payload bytes that follow this header
     56      4     root       root rank of a rooted collective, else 0
-    60      4     priority   int32, smaller = sooner
+    60      4     priority   int32, smaller = sooner; below URGENT: its rank waits for it
 
 Frames: PUSH carries a partition to an engine. PULL asks for a block's partition. RESULT carries one back, and has the
 key of the PUSH or PULL it answers (for point-to-point see server.engine). DONE answers a PUSH without WANT once its
@@ -46,6 +46,9 @@ CONTROL, PUSH, PULL, RESULT, DONE, DECLARE, BOARD = 1, 2, 3, 4, 5, 6, 7
 FRAME_NAMES: Final = {1: "CONTROL", 2: "PUSH", 3: "PULL", 4: "RESULT", 5: "DONE", 6: "DECLARE", 7: "BOARD"}
 FIRST_PRIVATE_FRAME: Final = 64
 """Frames from here on belong to the transport that sends them (shm's RELEASE); handlers never see them."""
+
+URGENT: Final = -(1 << 29)
+"""Priorities below this are of operations that block their caller."""
 
 WANT, BY_NODE, ACC32, HOME = 1, 2, 4, 8
 
