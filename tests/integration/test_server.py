@@ -221,6 +221,11 @@ def test_draining_waits_for_who_is_connected_and_lets_nobody_in(server: Server) 
         client.send(said(control.Bye()))
         assert client.hear() == control.Bye()
         server.ends()
+    news = [line.partition(" INFO ")[2] for line in server.output.splitlines()]
+    assert [line for line in news if line.startswith("rank ")] == [
+        "rank 7 (host here, pid 1) is here",
+        "rank 7 (host here, pid 1) has left",
+    ]
 
 
 def test_after_the_drain_timeout_who_is_connected_is_told() -> None:

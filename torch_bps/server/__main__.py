@@ -97,6 +97,7 @@ class Server:
             heartbeat_timeout_s=config.heartbeat_timeout_s,
         )
         self.service.on_change = self._look
+        self.service.on_news = lambda text: log.info("%s", text)
         self._transports = {
             scheme: make(
                 scheme,

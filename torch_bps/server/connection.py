@@ -83,6 +83,7 @@ class Connection:
                 nic_gbps=service.nic_gbps,
             )
         )
+        service.on_news(f"{self._process} is here")
 
     def on_close(self, channel: Channel, error: Exception | None) -> None:
         """A process whose channel ends without a Bye is lost."""

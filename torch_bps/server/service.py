@@ -86,6 +86,8 @@ class Service:
         """all that are open"""
         self.on_change: Callable[[], None] = lambda: None
         """called when a process left or a slot was drained: a server that drains looks whether it may end"""
+        self.on_news: Callable[[str], None] = lambda text: None
+        """called with a line for people when a process has come or gone"""
         self.on_board: Callable[[int, int, Buffer], None] | None = None
         """called with (group, member index, memory) when a rank of this host lends its board (core.boards)"""
         self._folder = folder or InlineFolder()
@@ -228,6 +230,7 @@ class Service:
             error = "PeerLostError" if reason else None
             self.execute(self.engine.leave(group, index, error, f"{process} ended: {reason}"))
         self.membership.remove(process)
+        self.on_news(f"{process} has left{f': {reason}' if reason else ''}")
         self._take_leave(process)
         self.on_change()
 

@@ -150,7 +150,7 @@ class _Dealer(Pump):
             self._use(self._make(), sum(GONE))
             self._connect()
             return
-        hint = "see whether it runs, and whether a firewall is between"
+        hint = "see whether it runs, whether a firewall is between, and whether that is the port of its line 'ready at'"
         self.close(PeerLostError(f"cannot connect to {self.peer}: {why}", hint=hint))
 
     def send(self, header: Header, buffer: Buffer | None = None) -> None:
