@@ -11,6 +11,10 @@ A link passes its rate in both directions at once: a token bucket (tbf) at eithe
 reno: bbr, the default of some kernels, falls apart when several hosts send to one. A bucket lets its burst (128 KiB)
 through at once: look at bandwidth from 4 MiB on, at latency up to 64 KiB. Goodput is 95 to 96 % of the rate.
 
+Clouds cap what one TCP connection may carry: with `flow_mbit` each host sends through one of 256 classes (htb) of that
+rate, picked by bits of the receiver's address and of both ports (IPv4 only). Two connections that agree in all of these
+bits share a class, as two that a cloud's switches hash alike.
+
 Nothing outside the namespaces is touched: the bridge lies in one of its own. Needs root and `ip`; mark tests `netns`.
 """
 
@@ -69,11 +73,15 @@ class NetLab:
     Args:
         rate_mbit: of each link, both ways at once; 0: no limit.
         num_links: of each host, eth0, eth1, ...; each to a bridge and in a subnet of its own.
+        flow_mbit: what one connection may carry of a link; 0: all.
     """
 
-    def __init__(self, num_hosts: int, rate_mbit: int = 0, num_links: int = 1) -> None:
+    def __init__(self, num_hosts: int, rate_mbit: int = 0, num_links: int = 1, flow_mbit: int = 0) -> None:
+        if flow_mbit and flow_mbit > rate_mbit:
+            raise ValueError(f"a connection cannot carry {flow_mbit} of a link's {rate_mbit} Mbit/s")
         self._rate_mbit = rate_mbit
         self._num_links = num_links
+        self._flow_mbit = flow_mbit
         base = f"bps-{os.getpid()}-{next(_numbers)}"
         self._hub = f"{base}-hub"
         self.hosts = [Host(f"{base}-{i}", i) for i in range(num_hosts)]
@@ -126,7 +134,10 @@ class NetLab:
         _call(*in_host, "link", "set", device, "up")
         if self._rate_mbit:
             _limit(self._hub, port, self._rate_mbit)
-            _limit(host.name, device, self._rate_mbit)
+            if self._flow_mbit:
+                _limit_flows(host.name, device, self._rate_mbit, self._flow_mbit)
+            else:
+                _limit(host.name, device, self._rate_mbit)
 
 
 @functools.cache
@@ -149,10 +160,32 @@ def _limit(namespace: str, device: str, rate_mbit: int) -> None:
     _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 
 
-def _call(*command: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=True
-    )
+def _limit_flows(namespace: str, device: str, rate_mbit: int, flow_mbit: int) -> None:
+    """Let a device send no faster than `rate_mbit`, and each connection no faster than `flow_mbit`.
+
+    A class may borrow up to its ceiling, from a parent that has no more than the link's rate: classes whose own rates
+    added up to more would overdraw the parent. Bit 0 of the ports is left out: ephemeral ports are of one parity.
+    """
+    numbers = list(itertools.product(range(4), range(8), range(8)))
+    add = f"class add dev {device} parent 1:"
+    link = f"rate {rate_mbit}mbit burst {BURST_BYTES} cburst {BURST_BYTES}"
+    borrower = f"rate {rate_mbit * 1000 // (len(numbers) + 1)}kbit burst 16k cburst {BURST_BYTES} quantum 60000"
+    lines = [
+        f"qdisc add dev {device} root handle 1: htb default 1000",
+        f"{add} classid 1:1 htb {link}",
+        f"{add}1 classid 1:1000 htb {borrower} ceil {rate_mbit}mbit",
+    ]
+    for minor, (host, source, target) in enumerate(numbers, 2):
+        match = f"match u32 {host:#x} 0x3 at 16 match ip sport {source << 1} 0xe match ip dport {target << 1} 0xe"
+        lines += [
+            f"{add}1 classid 1:{minor:x} htb {borrower} ceil {flow_mbit}mbit",
+            f"filter add dev {device} parent 1: protocol ip prio 1 u32 {match} flowid 1:{minor:x}",
+        ]
+    _call("tc", "-n", namespace, "-batch", "-", text="\n".join(lines) + "\n")
+
+
+def _call(*command: str, timeout_s: float = COMMAND_TIMEOUT_S, text: str = "") -> str:
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, check=True)
     return done.stdout
 
 
@@ -183,12 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", type=int, default=0, help="of each link, Mbit/s; 0: no limit")
+    parser.add_argument("--flow", type=int, default=0, help="what one connection may carry of it, Mbit/s; 0: all")
     parser.add_argument("command", nargs="+", help="{host}: the host's number, {host0}: the first one's address")
     options = parser.parse_args(arguments)
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 2
-    with NetLab(options.hosts, options.rate) as lab:
+    with NetLab(options.hosts, options.rate, flow_mbit=options.flow) as lab:
         first = lab.hosts[0].ipv4
         running = []
         for number in range(options.hosts):

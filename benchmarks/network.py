@@ -19,12 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.netlab import NetLab, why_not
+from torch_bps.theory.step import GOODPUT
 
 PORT = 4711
 END_S = 20.0
 """for a server to drain"""
-GOODPUT = 0.956
-"""what TCP passes of a link's rate: 1448 of 1514 bytes"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

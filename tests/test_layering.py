@@ -49,7 +49,8 @@ OURS = {
     "local": {"errors.py", "wire", "transport", "local"},
     "backend": {"errors.py", "topology.py", "config.py", "wire", "core", "backend", "__init__.py"},
     "bench": {"config.py", "bench", "__init__.py"},
-    "cli": {"errors.py", "config.py", "server", "core", "bench", "cli", "__init__.py"},
+    "theory": {"errors.py", "core", "theory"},
+    "cli": {"errors.py", "config.py", "server", "core", "bench", "theory", "cli", "__init__.py"},
     "data": set(),
     "_autoload.py": {"errors.py", "backend"},
     "__init__.py": {"errors.py", "_autoload.py", "backend"},
@@ -62,6 +63,7 @@ THEIRS = {
     "local": {"numpy"},
     "backend": {"torch"},
     "bench": {"torch"},
+    "theory": {"msgspec"},
     "data": {"numpy"},
 }
 ALSO = {

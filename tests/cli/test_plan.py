@@ -1,6 +1,8 @@
-"""What `byteps plan` promises."""
+"""What `byteps plan` prints; the model behind it is tested in tests/theory."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +37,33 @@ def test_a_rate_for_all_or_one_for_each(capsys: pytest.CaptureFixture[str]) -> N
     assert "at 25 Gb/s" in texts[0]
 
 
+# the first model's figures that this table is held to: 0.452 s, 0.323 s, 0.262 s
+def test_the_table_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "vgg16", "--nodes", "4", "--servers", "4", "--gbps", "20"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "vgg16: 553 MB of gradients in 16 layers and 6 buckets; 512 samples a node and step"
+    assert [line.split()[-3:] for line in lines[3:]] == [
+        ["451.8", "4533", "1.00x"],
+        ["323.2", "6336", "1.40x"],
+        ["261.9", "7818", "1.72x"],
+        ["261.0", "7847", "1.73x"],
+        ["261.0", "7847", "1.73x"],
+    ]
+
+
+def test_lanes_are_advised_where_connections_are_capped(capsys: pytest.CaptureFixture[str]) -> None:
+    capped = ["--model", "resnet50", "--nodes", "4", "--servers", "4", "--gbps", "20", "--flow-gbps", "2"]
+    assert main([*capped, "--lanes", "1"]) == 0
+    assert "BYTEPS_LANES=3 would fill the links" in capsys.readouterr().out
+    assert main([*capped, "--lanes", "3"]) == 0
+    assert "BYTEPS_LANES" not in capsys.readouterr().out
+
+
+def test_a_profile_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", str(tmp_path / "none.json"), "--nodes", "4"]) == 2
+    assert "cannot read the profile" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -46,6 +75,9 @@ def test_a_rate_for_all_or_one_for_each(capsys: pytest.CaptureFixture[str]) -> N
         ["--nodes", "4", "--gbps", "10,20"],
         ["--nodes", "4", "--servers", "2", "--server-gbps", "1,2,3"],
         ["--nodes", "4", "--megabytes", "0"],
+        ["--nodes", "4", "--model", "vgg16", "--flow-gbps", "-1"],
+        ["--nodes", "4", "--model", "vgg16", "--lanes", "0"],
+        ["--nodes", "2", "--model", "vgg16", "--gbps", "10,20"],
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

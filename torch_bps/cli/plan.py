@@ -3,15 +3,23 @@
 A worker's link carries all that it pushes, M, but for what stays in its own co-located server, and the results of its
 co-located share to the n - 1 others; a dedicated server's link carries its share n times. The fullest link sets the
 time (core.split). A ring all-reduce passes 2(n-1)/n M through every link, so its slowest sets the time.
+
+With --model, what a training step takes at best (torch_bps.theory), on a node of 8 V100 for the models known by name.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch_bps.core.split import split
+from torch_bps.errors import ConfigError
+from torch_bps.theory.architectures import MODELS
+from torch_bps.theory.profile import Profile, read
+from torch_bps.theory.step import Cluster, buckets_of, layers_of, step_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,11 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gbps", default="10", help="rate of a worker's link; R,R,... where they differ")
     parser.add_argument("--server-gbps", default="", help="of a server's, as --gbps; default: as the slowest worker's")
     parser.add_argument("--megabytes", type=float, default=100.0, help="of the gradients")
+    parser.add_argument(
+        "--model", default="", help=f"{', '.join(MODELS)}, or a JSON file (torch_bps/theory/profile.py has its form)"
+    )
+    parser.add_argument("--flow-gbps", type=float, default=0.0, help="with --model: what one connection may carry")
+    parser.add_argument("--lanes", type=int, default=2, help="with --model: BYTEPS_LANES")
     options = parser.parse_args(arguments)
     for name, value, least in (
         ("nodes", options.nodes, 2),
         ("servers", options.servers, 0),
         ("megabytes", options.megabytes, 1e-6),
+        ("flow-gbps", options.flow_gbps or 1.0, 1e-3),
+        ("lanes", options.lanes, 1),
     ):
         if value < least:
             parser.error(f"--{name} {value}: must be at least {least:g}")
@@ -37,7 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         servers = _rates("--server-gbps", options.server_gbps or f"{min(nodes)}", options.servers)
     except ValueError as error:
         parser.error(str(error))
-    print("\n".join(plan(nodes, servers, options.megabytes)))
+    if not options.model:
+        print("\n".join(plan(nodes, servers, options.megabytes)))
+        return 0
+    if len({*nodes}) > 1 or len({*servers}) > 1:
+        parser.error(
+            f"--model takes one rate for all nodes, and one for all servers, not {options.gbps} {options.server_gbps}"
+        )
+    try:
+        profile = MODELS[options.model]() if options.model in MODELS else read(Path(options.model))
+    except ConfigError as error:
+        print(f"byteps plan: {error}", file=sys.stderr)
+        return 2
+    cluster = Cluster(
+        len(nodes), len(servers), nodes[0], (servers or nodes)[0], flow_gbps=options.flow_gbps, lanes=options.lanes
+    )
+    print("\n".join(plan_steps(profile, cluster)))
     return 0
 
 
@@ -68,6 +98,36 @@ def plan(nodes: Sequence[float], servers: Sequence[float], megabytes: float) -> 
     elif servers and sum(shares.colocated) > 1e-9 and shares.time > 1 / min(nodes):
         more = math.ceil(n * min(nodes) / (sum(servers) / len(servers)))
         lines.append(f"{more} servers would reach {2 * (n - 1) / n:.2f}x, which is all that there is")
+    return lines
+
+
+def plan_steps(profile: Profile, cluster: Cluster) -> list[str]:
+    """Return the lines of the plan for a model."""
+    links = f"{cluster.nodes} nodes at {cluster.gbps:g} Gb/s, {cluster.servers} servers at {cluster.server_gbps:g} Gb/s"
+    capped = f", {cluster.flow_gbps:g} Gb/s a connection" if cluster.flow_gbps else ""
+    buckets, layers = buckets_of(profile), layers_of(profile)
+    s_per_byte = cluster.servers_s_per_byte()
+    ring_s = step_s(profile, buckets, cluster.ring_s_per_byte())
+    rows = (
+        ("ring all-reduce", ring_s),
+        ("servers", step_s(profile, buckets, s_per_byte)),
+        ("servers, cross-barrier", step_s(profile, buckets, s_per_byte, cross_barrier=True, priority=True)),
+        ("  with a bucket a layer", step_s(profile, layers, s_per_byte, cross_barrier=True, priority=True)),
+        ("computing alone", profile.compute_s),
+    )
+    lines = [
+        f"{profile.name}: {profile.nbytes / 1e6:.0f} MB of gradients in {len(profile.layers)} layers and "
+        f"{len(buckets)} buckets; {profile.samples} samples a node and step",
+        f"{links}{capped}: {cluster.split().sentence}",
+        f"{'at best':<24}{'step (ms)':>12}{'samples/s':>12}{'gain':>8}",
+    ]
+    for what, seconds in rows:
+        rate = cluster.nodes * profile.samples / seconds
+        lines.append(f"{what:<24}{seconds * 1e3:>12.1f}{rate:>12.0f}{f'{ring_s / seconds:.2f}x':>8}")
+    if cluster.lanes_to_fill_links() > cluster.lanes:
+        lines.append(
+            f"connections limit the servers: BYTEPS_LANES={cluster.lanes_to_fill_links()} would fill the links"
+        )
     return lines
 
 

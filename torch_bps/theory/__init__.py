@@ -1,0 +1,1 @@
+"""What a training step can take at best: models' layers, and how long their gradients keep the links busy. Pure."""
