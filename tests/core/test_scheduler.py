@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torch_bps.core.scheduler import Scheduler
+from torch_bps.wire.header import URGENT
 
 MIB = 1 << 20
 
@@ -52,6 +53,34 @@ def test_an_urgent_task_overtakes_those_that_wait_but_not_those_under_way() -> N
     assert scheduler.ready() == [99]
     scheduler.done(1)
     assert scheduler.ready() == [2]
+
+
+def test_urgent_tasks_need_no_room_in_a_full_window_up_to_their_reserve() -> None:
+    scheduler = filled(8, [8, 4])
+    assert scheduler.ready() == [0]
+    for task in (97, 98, 99):
+        scheduler.submit("urgent", URGENT - 1, 1, task)
+    assert scheduler.ready() == [97, 98]
+    scheduler.done(1, URGENT - 1)
+    assert scheduler.ready() == [99]
+    scheduler.done(8)
+    assert scheduler.ready() == [1]  # what is urgent counts in the credit all the same
+
+
+def test_urgent_tasks_alone_get_the_credit_and_no_more() -> None:
+    scheduler = filled(8, [1] * 20, priority=URGENT - 1)
+    assert scheduler.ready() == list(range(8))
+
+
+def test_the_oldest_task_is_not_overtaken_for_ever() -> None:
+    scheduler = filled(MIB, [MIB], priority=5)
+    for task in range(1, 100):
+        scheduler.submit("urgent", URGENT - 1, MIB, task)
+    order = []
+    while scheduler.num_queued:
+        order += scheduler.ready()
+        scheduler.done(MIB, 5 if order[-1] == 0 else URGENT - 1)
+    assert order.index(0) == 16
 
 
 def test_a_small_task_does_not_overtake_a_large_one_that_has_no_room() -> None:

@@ -1,7 +1,8 @@
 """The scheduler under any interleaving of submit, ready, done, stalled and cancel, against a sorted list.
 
-No task is lost or issued twice, the most urgent goes first, the credit holds unless a stall overdrew it, and nothing
-waits that could go. Ranks that issue the same tasks in different orders always come to an end.
+No task is lost or issued twice, the most urgent goes first unless the oldest was overtaken by enough, the credit (and
+the reserve of urgent tasks) holds unless a stall overdrew it, and nothing waits that could go. Ranks that issue the
+same tasks in different orders always come to an end.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from torch_bps.core.scheduler import Scheduler
+from torch_bps.transport.turns import PATIENCE_NBYTES
+from torch_bps.wire.header import URGENT
 
 MIB = 1 << 20
 
 Entry = tuple[int, int, str, int]
 """(priority, number, owner, nbytes); the number is the task"""
 
+priorities = st.sampled_from([-2, -1, 0, 1, 2, URGENT - 3, URGENT - 1])
 sizes = st.sampled_from([0, 1, MIB // 2, MIB, 3 * MIB, 40 * MIB])
 
 
@@ -29,22 +33,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.credit_nbytes = credit_nbytes
         self.allowed_nbytes = credit_nbytes
         self.waiting: list[Entry] = []
+        self.overtaken_nbytes = 0
         self.under_way: list[Entry] = []
         self.numbers = 0
         self.num_issued = 0
 
+    def first(self) -> Entry:
+        """Return the entry whose turn it is."""
+        if self.overtaken_nbytes >= PATIENCE_NBYTES:
+            return min(self.waiting, key=lambda entry: entry[1])
+        return min(self.waiting)
+
     def issued(self, tasks: list[int]) -> None:
-        """Note what was issued: the first of those that waited, in order, each once."""
-        self.waiting.sort()
-        first, self.waiting = self.waiting[: len(tasks)], self.waiting[len(tasks) :]
-        assert tasks == [number for _, number, _, _ in first]
-        self.under_way += first
+        """Note what was issued: those whose turn it was, in order, each once."""
+        for task in tasks:
+            entry = self.first()
+            assert task == entry[1]
+            if task == min(number for _, number, _, _ in self.waiting):
+                self.overtaken_nbytes = 0
+            else:
+                self.overtaken_nbytes += max(entry[3], 4096)
+            self.waiting.remove(entry)
+            self.under_way.append(entry)
         self.num_issued += len(tasks)
 
-    def in_flight_nbytes(self) -> int:
-        return sum(nbytes for *_, nbytes in self.under_way)
+    def in_flight_nbytes(self, before: int = 2**31) -> int:
+        return sum(nbytes for priority, _, _, nbytes in self.under_way if priority < before)
 
-    @rule(owner=st.sampled_from("abc"), priority=st.integers(-2, 2), nbytes=sizes, count=st.integers(1, 8))
+    @rule(owner=st.sampled_from("abc"), priority=priorities, nbytes=sizes, count=st.integers(1, 8))
     def submit(self, owner: str, priority: int, nbytes: int, count: int) -> None:
         for _ in range(count):
             self.scheduler.submit(owner, priority, nbytes, self.numbers)
@@ -57,18 +73,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.issued(self.scheduler.ready())
         now = self.in_flight_nbytes()
         alone = sum(nbytes > 0 for *_, nbytes in self.under_way) <= 1
-        assert now <= self.allowed_nbytes or now == before or alone
+        reserve_nbytes = self.credit_nbytes // 4
+        assert now <= self.allowed_nbytes + reserve_nbytes or now == before or alone
         if self.waiting:
-            nbytes = min(self.waiting)[3]
+            priority, _, _, nbytes = self.first()
             assert nbytes
             assert now
             assert now + nbytes > self.credit_nbytes
+            assert priority >= URGENT or self.in_flight_nbytes(URGENT) + nbytes > reserve_nbytes
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
     def done(self, data: st.DataObject) -> None:
         entry = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        self.scheduler.done(entry[3])
+        self.scheduler.done(entry[3], entry[0])
         if self.in_flight_nbytes() <= self.credit_nbytes:
             self.allowed_nbytes = self.credit_nbytes
 
@@ -101,8 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.waiting or self.under_way:
             self.ready()
             assert self.under_way
-            for *_, nbytes in self.under_way:
-                self.scheduler.done(nbytes)
+            for priority, _, _, nbytes in self.under_way:
+                self.scheduler.done(nbytes, priority)
             self.under_way.clear()
             self.allowed_nbytes = self.credit_nbytes
         assert self.scheduler.ready() == []
@@ -126,10 +144,14 @@ def test_ranks_that_order_their_operations_differently_come_to_an_end(
 ) -> None:
     ranks: list[Scheduler[tuple[int, int]]] = [Scheduler(credit_nbytes) for _ in range(num_ranks)]
     nbytes_of: dict[tuple[int, int], int] = {}
+    priorities_of: list[dict[int, int]] = []
     for scheduler in ranks:
+        priority_of: dict[int, int] = {}
+        priorities_of.append(priority_of)
         for operation in chance.sample(range(len(operations)), len(operations)):
             count, nbytes = operations[operation]
-            priority = chance.randint(0, 1)
+            priority = chance.choice((0, 1, URGENT - 1))  # each rank its own
+            priority_of[operation] = priority
             for part in range(count):
                 nbytes_of[operation, part] = nbytes
                 scheduler.submit(operation, priority, nbytes, (operation, part))
@@ -149,8 +171,8 @@ def test_ranks_that_order_their_operations_differently_come_to_an_end(
             for scheduler, mine in zip(ranks, issued, strict=True):
                 mine.update(scheduler.stalled())
         for task in results:
-            for scheduler in ranks:
-                scheduler.done(nbytes_of[task])
+            for scheduler, priority_of in zip(ranks, priorities_of, strict=True):
+                scheduler.done(nbytes_of[task], priority_of[task[0]])
         completed.update(results)
     for scheduler in ranks:
         assert scheduler.num_issued == len(nbytes_of)

@@ -126,10 +126,10 @@ class Client:
         link = task.link
         flight = task.flight
         if flight.error is not None:
-            self._scheduler.done(task.credit_nbytes)
+            self._scheduler.done(task.credit_nbytes, task.flight.priority)
             return
         if link.closed is not None:
-            self._scheduler.done(task.credit_nbytes)
+            self._scheduler.done(task.credit_nbytes, task.flight.priority)
             self.fail(flight.id, named(link.closed, flight, self.who))
             return
         link.tasks[task.key] = task
@@ -158,7 +158,7 @@ class Client:
         flight = task.flight
         self.traffic.results += 1
         if task.credit_nbytes:
-            self._scheduler.done(task.credit_nbytes)
+            self._scheduler.done(task.credit_nbytes, task.flight.priority)
         del task.link.tasks[task.key]
         flight.outstanding.discard(task)
         flight.remaining -= 1
@@ -202,7 +202,7 @@ class Client:
             if task.receiving is not None:
                 task.receiving.divert()
                 task.receiving = None
-            self._scheduler.done(task.credit_nbytes)
+            self._scheduler.done(task.credit_nbytes, task.flight.priority)
         flight.outstanding.clear()
 
     def fail_group(self, group: int, error: BytePSError, tell: bool = False) -> None:
