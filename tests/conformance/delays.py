@@ -35,7 +35,7 @@ def install(seed: str) -> None:
     """Delay the frames of all groups that this process opens from now on."""
     source = random.Random(seed)
     real_inproc = runtime.InprocTransport
-    runtime.make = lambda *arguments, **named: DelayedTransport(make(*arguments, **named), source)
+    runtime.make = lambda *arguments, **options: DelayedTransport(make(*arguments, **options), source)
     runtime.InprocTransport = lambda: DelayedTransport(real_inproc(), source)
 
 

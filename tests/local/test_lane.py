@@ -434,6 +434,39 @@ def test_ctrl_c_breaks_the_group_and_is_raised(ranks: Ranks, monkeypatch: pytest
         assert "interrupted" in error.what
 
 
+@pytest.mark.parametrize("inline", [True, False])
+def test_ctrl_c_between_an_operations_number_and_its_run_breaks_the_group(ranks: Ranks, inline: bool) -> None:
+    """Its number is lost; who reads the statement of the next one as its own would add other data."""
+
+    def run(rank: int) -> list[BytePSError | None]:
+        errors = [ranks.call(rank, all_reduce(sequence, ints(rank, 700))) for sequence in range(2)]
+        if rank == 0:
+            assert ranks.lanes[0].enter(all_reduce(2, ints(0, 700)), inline=True)  # and never `run`
+        else:
+            errors.append(ranks.call(rank, all_reduce(2, ints(rank, 700))))
+        errors.append(ranks.call(rank, all_reduce(3, ints(rank, 700)), inline))
+        return errors
+
+    own, *others = ranks.each(run)
+    assert own[:2] == [None, None]
+    assert isinstance(own[2], PeerLostError)
+    assert "was interrupted in an earlier operation, #2" in own[2].what
+    for errors in others:
+        assert all(isinstance(error, PeerLostError) for error in errors[2:])
+        assert "rank 0" in errors[2].what
+
+
+def test_ctrl_c_before_an_operation_is_run_does_not_keep_a_lane_open(ranks: Ranks) -> None:
+    def run(rank: int) -> None:
+        if rank == 0:
+            assert ranks.lanes[0].enter(all_reduce(0, ints(0, 700)), inline=True)
+        ranks.lanes[rank].close(False)
+        assert not ranks.lanes[rank]._busy
+        assert ranks.lanes[rank].broken is None  # not given up after a wait
+
+    assert ranks.each(run) == [None] * ranks.size
+
+
 def test_a_stall_is_told(caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(2, stall_warning_s=0.1)
 

@@ -82,8 +82,8 @@ class Lane:
         self._lock = threading.Lock()  # guards the next five
         self._queue: deque[tuple[Operation, float]] = deque()
         self._busy = False
-        self._inline = False
-        """a caller runs an operation: the thread must not"""
+        self._inline = 0
+        """ident of a caller that runs an operation: the lane's thread must not"""
         self._thread: threading.Thread | None = None
         self._closing = False
         self._wakeup = threading.Condition(self._lock)
@@ -102,9 +102,12 @@ class Lane:
         Args:
             inline: the caller waits for it anyhow: it may run it if nothing else is under way.
         """
+        caller = threading.get_ident()
         with self._lock:
+            if self._inline == caller:  # it was interrupted on its way into or out of `run`
+                self._hand_on()
             if inline and not self._busy and not self._closing:
-                self._busy = self._inline = True
+                self._inline, self._busy = caller, True
                 return True
             self._queue.append((operation, time.monotonic()))
             if not self._busy:
@@ -122,11 +125,7 @@ class Lane:
             self._run(operation, time.monotonic())
         finally:
             with self._lock:
-                self._inline = False
-                if self._queue:
-                    self._start_thread()
-                else:
-                    self._rest()
+                self._hand_on()
 
     def fail(self, error: BytePSError) -> None:
         """Break the group: a rank is lost, or this one aborts. What runs and what is queued fails."""
@@ -139,6 +138,8 @@ class Lane:
         if abort:
             self.fail(destroyed)
         with self._lock:
+            if self._inline == threading.get_ident():
+                self._hand_on()
             self._closing = True
             self._wakeup.notify_all()
             if not self._wakeup.wait_for(lambda: not self._busy, _DRAIN_S):
@@ -159,6 +160,14 @@ class Lane:
         self._boards.clear()
 
     # ---- the thread
+
+    def _hand_on(self) -> None:
+        """A caller's operation is over. May be done again from the beginning, since Ctrl-C may end it anywhere."""
+        if self._queue:
+            self._start_thread()
+        else:
+            self._rest()
+        self._inline = 0
 
     def _rest(self) -> None:
         self._busy = False
@@ -219,6 +228,8 @@ class Lane:
 
     def _perform(self, operation: Operation) -> None:
         rank, size, sequence = self.rank, self.size, operation.sequence
+        if self._passed[rank] < sequence:
+            raise PeerLostError(f"{self._who} was interrupted in an earlier operation, #{self._passed[rank]}")
         boards, streams, own = self._boards, self._streams, self._own
         statement = statement_of(operation, rank, size)
         packed = statement.pack()
