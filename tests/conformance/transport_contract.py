@@ -30,7 +30,7 @@ from tests.conformance.transport_rig import DEADLINE_S, End, Kit, Recorder, Rig,
 from torch_bps.errors import BytePSError, ConfigError, ProtocolError, VersionError
 from torch_bps.transport.base import Buffer, Channel
 from torch_bps.transport.reactor import EpollReactor
-from torch_bps.wire.header import PUSH, Header
+from torch_bps.wire.header import CONTROL, PUSH, RESULT, Header
 
 KiB, MiB = 1 << 10, 1 << 20
 SIZES = [0, 1, 63, 64, 65, 64 * KiB, MiB + 1, 16 * MiB]
@@ -186,6 +186,26 @@ class TransportContract:
         rig.until(lambda: near.channel.queued_nbytes == 0 and rig.sent.alive == 0, "the peer reads again")
         rig.until(lambda: len(far.log.frames) >= total // MiB, "all frames")
         assert [header.sequence for header, _ in far.log.frames] == list(range(total // MiB))
+
+    def test_what_waits_may_be_overtaken_but_never_within_a_priority_or_by_a_control_frame(self, rig: Rig) -> None:
+        near, far = rig.pair()
+        rng = random.Random(3)
+        sent = []
+        for n in range(90):
+            frame, priority = (CONTROL, 0) if n % 30 == 29 else (rng.choice((PUSH, RESULT)), rng.randint(-2, 2))
+            header = Header(frame, sequence=n, nbytes=200 * KiB, priority=priority)
+            near.channel.send(header, rig.sent.buffer(bytes([n]) * header.nbytes))
+            sent.append(header)
+        rig.until(lambda: len(far.log.frames) >= len(sent), "all frames")
+        assert all(data == bytes([header.sequence]) * header.nbytes for header, data in far.log.frames)
+        arrived = [header for header, _ in far.log.frames]
+        for stretch in range(0, 90, 30):
+            assert arrived[stretch + 29] == sent[stretch + 29]
+            assert sorted(arrived[stretch : stretch + 29]) == sorted(sent[stretch : stretch + 29])
+            for priority in range(-2, 3):
+                here = [header.sequence for header in arrived[stretch : stretch + 29] if header.priority == priority]
+                assert here == sorted(here)
+        rig.until(lambda: rig.sent.alive == 0 and near.channel.queued_nbytes == 0, "release of what was sent")
 
     @pytest.mark.parametrize("how", ["close", "close with error", "peer closes with error"])
     def test_a_channel_that_dies_releases_what_is_queued(self, rig: Rig, how: str) -> None:

@@ -302,11 +302,24 @@ def test_options_of_both_ends() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == tcp.UNSENT_NBYTES
         assert not sock.get_inheritable()
         assert not sock.getblocking()
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             assert sock.getsockopt(socket.SOL_SOCKET, option) == 200_000  # the kernel doubles it
     rig.close()
+
+
+def test_what_waits_in_a_channel_is_overtaken_by_what_is_urgent(rig: Rig) -> None:
+    near, far = rig.pair()
+    for n in range(40):  # the peer does not read yet: sockets take a few of them
+        near.channel.send(Header(PUSH, sequence=n, nbytes=1 << 20), rig.sent.buffer(bytes(1 << 20)))
+    near.channel.send(Header(PUSH, sequence=40, nbytes=4, priority=-5), rig.sent.buffer(b"soon"))
+    rig.until(lambda: len(far.log.frames) >= 41, "all frames")
+    order = [header.sequence for header, _ in far.log.frames]
+    assert order.index(40) < 20
+    order.remove(40)
+    assert order == list(range(40))
 
 
 def test_a_listener_without_descriptors_does_not_spin_and_recovers(rig: Rig) -> None:

@@ -1,4 +1,6 @@
-"""Engine threads of a server: each adds the slots that hash to it, so jobs of one slot run in order."""
+"""Engine threads of a server: each adds the slots that hash to it, the most urgent first. The engine has one job of a
+slot under way at a time, so those run in order whatever their priorities.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from queue import SimpleQueue
 
 from torch_bps.server.slots import Slot
 from torch_bps.transport.base import Reactor
+from torch_bps.transport.turns import Turns
 
 log = logging.getLogger("torch_bps.server")
 
@@ -24,10 +27,13 @@ class ThreadFolder:
 
     def __init__(self, reactor: Reactor, num_threads: int) -> None:
         self._reactor = reactor
-        self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue() for _ in range(num_threads)]
+        self._lock = threading.Lock()  # guards _turns
+        self._turns: list[Turns[_Job]] = [Turns() for _ in range(num_threads)]
+        self._wakeups: list[SimpleQueue[bool]] = [SimpleQueue() for _ in range(num_threads)]
+        """True: a job waits; False: the end"""
         self._threads = [
-            threading.Thread(target=self._work, args=(queue,), name=f"byteps-engine-{number}", daemon=True)
-            for number, queue in enumerate(self._queues)
+            threading.Thread(target=self._work, args=(number,), name=f"byteps-engine-{number}", daemon=True)
+            for number in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -38,18 +44,23 @@ class ThreadFolder:
             job()
             done()
         else:
-            self._queues[hash(slot.key) % len(self._queues)].put((job, done))
+            number = hash(slot.key) % len(self._threads)
+            with self._lock:
+                self._turns[number].put(slot.header.priority, slot.nbytes, (job, done))
+            self._wakeups[number].put(True)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End and join the threads; what is queued is still done."""
-        for queue in self._queues:
-            queue.put(None)
+        for wakeup in self._wakeups:
+            wakeup.put(False)
         for thread in self._threads:
             thread.join(timeout_s)
 
-    def _work(self, queue: SimpleQueue[_Job | None]) -> None:
-        while (item := queue.get()) is not None:
-            job, done = item
+    def _work(self, number: int) -> None:
+        turns, wakeup = self._turns[number], self._wakeups[number]
+        while wakeup.get():
+            with self._lock:
+                job, done = turns.take()
             try:
                 job()
             except Exception:

@@ -1,8 +1,10 @@
 """The contract that every transport keeps; tests/conformance/transport_contract.py is its judge.
 
-A *channel* is one connection (a lane) between two peers. Frames sent on it arrive whole, once, in order. Everything
-happens in the thread of one Reactor: `listen`, `connect`, `send`, `close` are called there, handlers are called there.
-Handlers may call any method of any channel, also close it, also from inside a callback.
+A *channel* is one connection (a lane) between two peers. Frames sent on it arrive whole, once, and in order, but for
+PUSH, PULL, RESULT and DONE frames that wait in the channel: those of a smaller priority may overtake others, of equal
+priority they do not, and no frame of another kind is overtaken, or overtakes. Everything happens in the thread of one
+Reactor: `listen`, `connect`, `send`, `close` are called there, handlers are called there. Handlers may call any method
+of any channel, also close it, also from inside a callback.
 
     transport.listen(reactor, where, accept) ──> Listener      transport.connect(reactor, address, handler) ──> Channel
               accept(channel) -> Handler                                       handler.on_open(channel)

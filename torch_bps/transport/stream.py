@@ -1,9 +1,10 @@
 """Frames over a connected stream socket: what tcp and shm have in common. Knows nothing of addresses.
 
-    send ──> sendmsg at once ──(kernel full)──> queue ──EPOLLOUT──> sendmsg
+    send ──> sendmsg at once ──(kernel full)──> turns ──EPOLLOUT──> queue, some frames ahead ──> sendmsg
     EPOLLIN ──> read-ahead (prefixes, small payloads) ──> frames;  a large payload's rest ──> straight into its buffer
 
-A prefix is the 64-byte header and, for shm, a few bytes more.
+Data frames that wait go by priority (transport.turns); all other kinds keep their place among what was sent before and
+after them. A prefix is the 64-byte header and, for shm, a few bytes more.
 """
 
 from __future__ import annotations
@@ -12,29 +13,32 @@ import logging
 import select
 import socket
 from collections import deque
+from itertools import islice
 from typing import Final
 
 from torch_bps.errors import BytePSError, PeerLostError, ProtocolError
 from torch_bps.transport.base import Buffer, Handler, Memory, Reactor, Timer
-from torch_bps.wire.header import FIRST_PRIVATE_FRAME, HEADER_NBYTES, Header, unpack
+from torch_bps.transport.turns import Turns
+from torch_bps.wire.header import DONE, FIRST_PRIVATE_FRAME, HEADER_NBYTES, PULL, PUSH, RESULT, Header, unpack
 
 log = logging.getLogger("torch_bps.transport")
 
 READ_AHEAD_NBYTES: Final = 16384
 _MAX_SEGMENTS: Final = 64  # in one sendmsg; the kernel takes up to 1024
+_AHEAD_NBYTES: Final = 64 << 10  # brought in order for the kernel at once: nothing overtakes it any more
+_DATA_FRAMES: Final = frozenset((PUSH, PULL, RESULT, DONE))
 _FAIR_NBYTES: Final = 4 << 20  # read from one channel before the others get their turn
 _END_TIMEOUT_S: Final = 5.0
 
 
 class Segment:
-    """Bytes that wait to be sent; `fd` is a descriptor to hand over with the first of them."""
+    """Bytes that wait to be sent."""
 
-    __slots__ = ("buffer", "fd", "view")
+    __slots__ = ("buffer", "view")
 
-    def __init__(self, view: memoryview, buffer: Buffer | None, fd: int = -1) -> None:
+    def __init__(self, view: memoryview, buffer: Buffer | None) -> None:
         self.view = view
         self.buffer = buffer
-        self.fd = fd
 
 
 class StreamChannel:
@@ -57,6 +61,9 @@ class StreamChannel:
         self._sock = sock
         self._pool = pool
         self._queue: deque[Segment] = deque()
+        """in the order in which they go"""
+        self._turns: Turns[tuple[bytes, Buffer | None]] = Turns()
+        """frames behind the queue: (prefix, payload)"""
         self._is_open = False
         self._closed = False
         self._ending = False  # close_when_sent was called
@@ -84,7 +91,7 @@ class StreamChannel:
         self._is_open = True
         self._reactor.add(self._sock.fileno(), select.EPOLLIN, self._on_events)
         self._guarded_open()
-        if self._queue and not self._closed:
+        if (self._queue or self._turns) and not self._closed:
             self._flush()
 
     def _guarded_open(self) -> None:
@@ -101,14 +108,12 @@ class StreamChannel:
             if buffer is not None:
                 buffer.release()
             return
-        self._put(header.pack(), buffer)
+        self._put(header, header.pack(), buffer)
 
-    def _put(self, prefix: bytes, buffer: Buffer | None) -> None:
+    def _put(self, header: Header, prefix: bytes, buffer: Buffer | None) -> None:
         """Send a prefix and its payload now, or queue what the kernel does not take."""
         if self._queue or not self._is_open:
-            self._append(Segment(memoryview(prefix), None))
-            if buffer is not None:
-                self._append(Segment(buffer.view, buffer))
+            self._queue_frame(header, prefix, buffer)
             return
         assert self._sock is not None
         try:
@@ -132,21 +137,37 @@ class StreamChannel:
         if self._queue:
             self._watch_out(True)
 
+    def _queue_frame(self, header: Header, prefix: bytes, buffer: Buffer | None) -> None:
+        self.queued_nbytes += len(prefix) + (0 if buffer is None else buffer.view.nbytes)
+        if header.frame in _DATA_FRAMES:
+            self._turns.put(header.priority, header.nbytes, (prefix, buffer))
+            return
+        while self._turns:
+            self._line_up(*self._turns.take())
+        self._line_up(prefix, buffer)
+
+    def _line_up(self, prefix: bytes, buffer: Buffer | None) -> int:
+        """Give a frame its place in the queue and return its size."""
+        self._queue.append(Segment(memoryview(prefix), None))
+        if buffer is None:
+            return len(prefix)
+        self._queue.append(Segment(buffer.view, buffer))
+        return len(prefix) + buffer.view.nbytes
+
     def _append(self, segment: Segment) -> None:
         self._queue.append(segment)
         self.queued_nbytes += segment.view.nbytes
 
     def _flush(self) -> None:
-        queue = self._queue
+        queue, turns = self._queue, self._turns
         assert self._sock is not None
-        while queue:
-            views: list[memoryview] = []
-            for segment in queue:
-                if (segment.fd >= 0 and views) or len(views) == _MAX_SEGMENTS:
-                    break  # a descriptor goes with the first byte of its own message
-                views.append(segment.view)
+        while queue or turns:
+            if not queue:
+                nbytes = 0
+                while turns and nbytes < _AHEAD_NBYTES:
+                    nbytes += self._line_up(*turns.take())
             try:
-                sent = self._sendmsg(views, queue[0].fd)
+                sent = self._sock.sendmsg([segment.view for segment in islice(queue, _MAX_SEGMENTS)])
             except BlockingIOError:
                 break
             except OSError as error:
@@ -160,7 +181,6 @@ class StreamChannel:
                     segment.buffer.release()
             if sent:
                 queue[0].view = queue[0].view[sent:]
-                queue[0].fd = -1
         self._watch_out(bool(queue))
         if self._ending and not queue:
             self._say_end()
@@ -178,15 +198,13 @@ class StreamChannel:
         self.close(self._lost(error))
 
     def _drop_queue(self) -> None:
+        while self._turns:
+            self._line_up(*self._turns.take())
         queue, self._queue = self._queue, deque()
         for segment in queue:
             if segment.buffer is not None:
                 segment.buffer.release()
         self.queued_nbytes = 0
-
-    def _sendmsg(self, views: list[memoryview], fd: int) -> int:
-        assert self._sock is not None
-        return self._sock.sendmsg(views)
 
     def _watch_out(self, wanted: bool) -> None:
         if wanted != self._watching_out and self._sock is not None and self._is_open:

@@ -17,6 +17,8 @@ from torch_bps.transport.base import Channel, Handler, Memory, Reactor, Timer
 from torch_bps.transport.stream import StreamChannel
 from torch_bps.transport.stream_listener import StreamListener
 
+UNSENT_NBYTES: Final = 128 << 10
+"""what a socket takes beyond what is on its way: the rest waits in the channel, where what is urgent overtakes it"""
 _CONNECT_TIMEOUT_S: Final = 10.0
 _BACKLOG: Final = 1024
 _RESET: Final = struct.pack("ii", 1, 0)
@@ -89,6 +91,7 @@ class TcpTransport:
 
     def _prepare(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self._silence_s * 1000))
         self._size_buffers(sock)
