@@ -22,6 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_bps.backend.cross_barrier import CrossBarrier, cross_barrier
     from torch_bps.backend.options import Options
     from torch_bps.backend.priority import priority
     from torch_bps.errors import (
@@ -42,6 +43,7 @@ __all__ = [
     "BytePSError",
     "ClosedError",
     "ConfigError",
+    "CrossBarrier",
     "MismatchError",
     "OperationTimeout",
     "Options",
@@ -50,10 +52,16 @@ __all__ = [
     "UnsupportedError",
     "VersionError",
     "__version__",
+    "cross_barrier",
     "priority",
     "register",
 ]
-_HOMES = {"Options": "torch_bps.backend.options", "priority": "torch_bps.backend.priority"}
+_HOMES = {
+    "CrossBarrier": "torch_bps.backend.cross_barrier",
+    "cross_barrier": "torch_bps.backend.cross_barrier",
+    "Options": "torch_bps.backend.options",
+    "priority": "torch_bps.backend.priority",
+}
 """where names are; those of the errors are not listed"""
 
 
