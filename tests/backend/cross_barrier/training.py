@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch_bps import CrossBarrier, cross_barrier
 
 WIDTH = 8
-SMALL_BUCKETS_MB = 0.0003
+SMALL_BUCKETS_MB = 0.00026  # a layer of mlp() each
 Loop = Callable[[DistributedDataParallel, Optimizer, CrossBarrier | None], list[float]]
 
 

@@ -47,18 +47,21 @@ class HookSlot:
         self.on_bucket: OnBucket | None = None
         self.group = ddp.process_group
 
+    @property
+    def is_free(self) -> bool:
+        """Whether no cross-barrier uses it."""
+        return self.on_bucket is None
+
     @staticmethod
     def of(ddp: DistributedDataParallel) -> HookSlot:
-        """Return the model's slot, made if there was none.
+        """Return the slot of a model that guards.check_model let pass, made if there was none.
 
         Raises:
-            UnsupportedError: the model has another comm hook.
+            UnsupportedError: the model has a built-in comm hook.
         """
         if ddp._comm_hooks:
-            slot = ddp._comm_hooks[0][1]
-            if isinstance(slot, HookSlot) and slot.on_bucket is None:
-                return slot
-            raise guards.taken_slot()
+            free: Any = ddp._comm_hooks[0][1]
+            return free  # type: ignore[no-any-return]
         slot = HookSlot(ddp)
         try:
             ddp.register_comm_hook(slot, sum_bucket)

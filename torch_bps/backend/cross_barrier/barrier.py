@@ -181,11 +181,9 @@ class CrossBarrier:
         guards.check_join(self._ddp)
         self._check()
         self._forget_unseen()
-        rebuilding = self._steps <= (
-            2 if self._ddp.static_graph else 1
-        )  # DDP moves its buckets, and gradients with them
-        not_stepped = self._arrivals and not self._arrivals[-1].put_off
-        if rebuilding or not_stepped or not torch.is_grad_enabled():
+        # DDP moves its buckets, and gradients with them, at the start of the second pass (static_graph: the third)
+        rebuilding = self._steps <= (2 if self._ddp.static_graph else 1)
+        if rebuilding or not torch.is_grad_enabled():
             self.synchronize()
 
     def _before_module(self, module: nn.Module, *_: object) -> None:

@@ -40,6 +40,8 @@ def check_model(ddp: DistributedDataParallel) -> None:
             f"cross_barrier takes a DistributedDataParallel model, not a {type(ddp).__name__}",
             hint="model = DistributedDataParallel(net), then cross_barrier(model, optimizer)",
         )
+    if any(not getattr(state, "is_free", False) for _, state in ddp._comm_hooks):
+        raise taken_slot()
     if ddp.mixed_precision is not None:
         raise _unsupported("DDP's own mixed precision", "use torch.autocast")
     if ddp._delay_all_reduce_params:
@@ -100,9 +102,8 @@ def check_join(ddp: DistributedDataParallel) -> None:
 def taken_slot() -> BytePSError:
     """Return the error for a model that has a comm hook."""
     return _unsupported(
-        "a model that has a communication hook",
-        "DDP takes one hook only: leave out register_comm_hook, or cross_barrier; a closed cross-barrier's may be "
-        "used again by the next one of the same model",
+        "a model that has a communication hook, or a cross-barrier",
+        "DDP takes one hook only: leave out register_comm_hook, or close the cross-barrier before the next one",
     )
 
 
