@@ -182,7 +182,7 @@ def evaluating(ddp: DistributedDataParallel, optimizer: Optimizer, _: object) ->
         optimizer.step()
         ddp.eval()
         model = (ddp, ddp.module)[number % 2]
-        with torch.inference_mode() if number % 3 else torch.no_grad():
+        with torch.no_grad() if number % 3 else torch.inference_mode():  # the first update creates the state
             losses.append(loss_of(model, inputs).item())
     return losses
 
@@ -322,6 +322,11 @@ def test_loops(
     world: HeldGroup, name: str, gradient_as_bucket_view: bool, optimizer_of: Callable[[Any], Optimizer]
 ) -> None:
     assert_same(optimizer_of=optimizer_of, loop=LOOPS[name], gradient_as_bucket_view=gradient_as_bucket_view)
+
+
+def test_updates_within_autocast(world: HeldGroup) -> None:
+    """Adafactor multiplies matrices, which autocast would do in half precision."""
+    assert_same(optimizer_of=OPTIMIZERS["Adafactor"], loop=under_autocast)
 
 
 def test_a_scheduler_made_before(world: HeldGroup) -> None:

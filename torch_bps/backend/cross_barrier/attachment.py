@@ -27,7 +27,7 @@ class ModuleHook:
     """A hook of a module or an optimizer that copies and pickles of it do not keep."""
 
     def __init__(self, call: Callable[..., None]) -> None:
-        self._call = torch.compiler.disable(call)
+        self._call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any) -> None:
         self._call(*args)

@@ -113,7 +113,8 @@ class CrossBarrier:
         with priority(plan.priority):
             work = dist.all_reduce(plan.buffer, group=self._ddp.process_group, async_op=True)
         self._arrivals.append(Arrival(plan, work, self._ddp.gradient_as_bucket_view, self._gradient_type))
-        done: Future[torch.Tensor] = Future()
+        device = plan.buffer.device
+        done: Future[torch.Tensor] = Future(devices=[] if device.type == "cpu" else [device])
         done.set_result(plan.buffer)
         return done
 
