@@ -25,7 +25,7 @@ OURS = {
     "core": {"errors.py", "topology.py", "config.py", "wire", "transport", "local", "core", "__init__.py"},
     "local": {"errors.py", "wire", "transport", "local"},
     "backend": {"errors.py", "topology.py", "config.py", "wire", "core", "backend", "__init__.py"},
-    "bench": {"config.py", "bench", "__init__.py"},
+    "bench": {"topology.py", "config.py", "bench", "__init__.py"},
     "cli": {"errors.py", "config.py", "server", "core", "bench", "cli", "__init__.py"},
     "data": set(),
     "_autoload.py": {"errors.py", "backend"},
