@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup frameworks demo test check format bench docs clean
+.PHONY: setup frameworks demo test check format bench results docs clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ format: setup
 bench: setup
 	$(BIN)/python benchmarks/startup.py
 	$(BIN)/byteps bench all_reduce $(ARGS)
+
+# All benchmarks, half an hour; ARGS=--quick: minutes. Tables, and plots where matplotlib is, in benchmarks/results.
+results: setup
+	$(BIN)/python benchmarks/report.py $(ARGS)
 
 docs: setup
 	$(BIN)/python -m torch_bps.config > $(VENV)/settings.md

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -106,6 +107,10 @@ class NetLab:
         """Run `command` on `host`, return its output, raise CalledProcessError if it fails."""
         return _call(*self.prefix(host), *command, timeout_s=timeout_s)
 
+    def drops(self, host: int) -> tuple[int, int]:
+        """Return how many packets the limits of `host`'s link have dropped so far: (on their way to it, from it)."""
+        return _drops(self._hub, f"port{host}"), _drops(self.hosts[host].name, "eth0")
+
     def close(self) -> None:
         """End what still runs in the namespaces and remove them; harmless when repeated."""
         for name in (*(host.name for host in self.hosts), self._hub):
@@ -158,6 +163,12 @@ def _limit(namespace: str, device: str, rate_mbit: int) -> None:
     """Let a device send no faster than `rate_mbit`."""
     bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST_BYTES), "latency", "50ms")
     _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
+
+
+def _drops(namespace: str, device: str) -> int:
+    """Return what a device's token bucket has dropped; 0 where there is none."""
+    queues = json.loads(_call("tc", "-n", namespace, "-s", "-j", "qdisc", "show", "dev", device) or "[]")
+    return sum(int(queue.get("drops", 0)) for queue in queues)
 
 
 def _limit_flows(namespace: str, device: str, rate_mbit: int, flow_mbit: int) -> None:

@@ -5,25 +5,45 @@
 Hosts are network namespaces (benchmarks/netlab.py); a worker is a rank of `byteps bench`, a server is `byteps server`
 on a host of its own. Fewer servers than workers: workers' hosts run co-located servers too, and share the load by the
 optimum. "vs limit" compares with the wire: --goodput of the rate. Needs root and `ip`.
+
+"retrans" counts the segments that the workers' hosts sent again in a backend's own turns. Servers talk to our ranks
+only: what their hosts sent again, and what the links dropped on the way to them, is printed below for the whole run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness import Column, Lines, Result, Row
 from benchmarks.netlab import NetLab, why_not
+from torch_bps.bench.usage import tcp_counters
 from torch_bps.theory.step import GOODPUT
 
 PORT = 4711
 END_S = 20.0
 """for a server to drain"""
+COLUMNS = (
+    Column("size (B)", "nbytes", ","),
+    Column("backend", "backend"),
+    Column("time (ms)", "seconds", ".2f", 1e3),
+    Column("algbw (GB/s)", "algbw", ".3f"),
+    Column("#wrong", "wrong"),
+    Column("vs gloo", "faster", ".2f"),
+    Column("vs limit", "of_limit", ".2f"),
+    Column("CPU (s/GB)", "cpu_s_per_gb", ".2f"),
+    Column("user", "user_s_per_gb", ".2f"),
+    Column("system", "system_s_per_gb", ".2f"),
+    Column("retrans/GB", "retransmits_per_gb", ".0f"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,22 +56,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--collective", default="all_reduce")
     parser.add_argument("--seconds", default="4", help="for each size and backend")
     parser.add_argument("--goodput", type=float, default=GOODPUT)
-    parser.add_argument("--json", default="")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 2
-    command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
-    command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
+    with NetLab(options.workers + options.servers, options.rate) as lab, tempfile.NamedTemporaryFile() as file:
+        command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
+        command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
+        code = run_ranks(lab, options.workers, [*command, "--json", file.name], quiet=True)
+        rows = with_ratios(json.loads(Path(file.name).read_text() or "[]"))
+        notes = _losses(lab, options.workers)
+    result = Result(
+        f"network_{options.workers}_workers_{options.servers}_servers",
+        f"{options.collective}: {options.workers} workers, {options.servers} servers, links of {options.rate} Mbit/s",
+        COLUMNS,
+        rows,
+        {"rate_mbit": options.rate, "seconds": options.seconds, "goodput": options.goodput},
+        Lines("nbytes", "algbw", "backend"),
+        notes,
+    )
+    result.print()
     if options.json:
-        command += ["--json", options.json]
-    with NetLab(options.workers + options.servers, options.rate) as lab:
-        print(f"# {options.workers} workers, {options.servers} servers, links of {options.rate} Mbit/s", flush=True)
-        return run_ranks(lab, options.workers, command)
+        result.write(options.json)
+    return code
 
 
-def run_ranks(lab: NetLab, workers: int, command: Sequence[str]) -> int:
-    """Run `command` as a rank on each of the first hosts, servers on the others; returns the first exit code not 0."""
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """Add to rows of `byteps bench` what they are beside the last backend of their size, and for each GB."""
+    peers = {row["nbytes"]: row for row in rows}
+    for row in rows:
+        row["faster"] = peers[row["nbytes"]]["seconds"] / row["seconds"]
+        row["of_limit"] = row["seconds"] / row["limit_s"]
+        gigabytes = row["nbytes"] / 1e9
+        row["user_s_per_gb"] = row["user_s"] / gigabytes
+        row["system_s_per_gb"] = row["system_s"] / gigabytes
+        row["retransmits_per_gb"] = row["retransmits"] / (gigabytes * row["calls"])
+    return rows
+
+
+def _losses(lab: NetLab, num_workers: int) -> list[str]:
+    """Return a sentence each about the workers' and the servers' hosts: what was lost in the whole run."""
+    sentences = []
+    for who, hosts in (("workers", range(num_workers)), ("servers", range(num_workers, len(lab.hosts)))):
+        counters = [tcp_counters(lab.run(host, ["cat", "/proc/net/snmp"])) for host in hosts]
+        if not counters:
+            continue
+        sent, again = (sum(each[name] for each in counters) for name in ("OutSegs", "RetransSegs"))
+        towards, away = (sum(counts) for counts in zip(*map(lab.drops, hosts), strict=True))
+        sentences.append(
+            f"{who}' hosts sent {again} of {sent} segments again; their links dropped {towards} packets on the way to "
+            f"them, {away} from them"
+        )
+    return sentences
+
+
+def run_ranks(lab: NetLab, workers: int, command: Sequence[str], quiet: bool = False) -> int:
+    """Run `command` as a rank on each of the first hosts, servers on the others; returns the first exit code not 0.
+
+    Args:
+        quiet: do not let through what the ranks print.
+    """
+    stdout = subprocess.DEVNULL if quiet else None
     running: list[subprocess.Popen[bytes]] = []
     try:
         servers = []
@@ -74,7 +140,7 @@ def run_ranks(lab: NetLab, workers: int, command: Sequence[str]) -> int:
             if servers:
                 env["BYTEPS_SERVERS"] = ",".join(servers)
                 env["BYTEPS_ENABLE_MIXED_MODE"] = "1" if len(servers) < workers else "0"
-            ranks.append(subprocess.Popen([*lab.prefix(rank), *command], env=env))
+            ranks.append(subprocess.Popen([*lab.prefix(rank), *command], env=env, stdout=stdout))
             running.append(ranks[-1])
         codes = [process.wait() for process in ranks]
     finally:

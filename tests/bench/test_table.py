@@ -9,7 +9,12 @@ from torch_bps.bench.table import Row
 
 
 def row(backend: str = "byteps", seconds: float = 0.001, wrong: int = 0) -> Row:
-    return Row("all_reduce", backend, 4, 1_000_000, 250_000, "float32", "sum", seconds, 0.0005, wrong)
+    return Row(
+        *("all_reduce", backend, 4, 1_000_000, 250_000, "float32", "sum", seconds, 0.0005, wrong),
+        user_s=0.0005,
+        system_s=0.001,
+        retransmits=7,
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,6 +28,7 @@ def test_bus_bandwidth(collective: str, factor: float) -> None:
 def test_rates() -> None:
     assert row().algbw == pytest.approx(1.0)
     assert row().busbw == pytest.approx(1.5)
+    assert row().cpu_s_per_gb == pytest.approx(1.5)
 
 
 def test_columns_stand_under_their_names() -> None:
@@ -31,9 +37,9 @@ def test_columns_stand_under_their_names() -> None:
     lines = [first, second, table.line(row(wrong=3), peer), table.line(peer, peer)]
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split() == [
-        "1000000", "250000", "float32", "sum", "byteps", "1000.0", "1.00", "1.50", "3", "3.00x", "2.00x",
+        "1000000", "250000", "float32", "sum", "byteps", "1000.0", "1.00", "1.50", "3", "3.00x", "2.00x", "1.50", "7",
     ]  # fmt: skip
-    assert lines[3].split()[-1] == "6.00x"
+    assert lines[3].split()[-3] == "6.00x"
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [("0", 0), ("64", 64), ("1K", 1024), ("3m", 3 << 20), ("2G", 2 << 30)])

@@ -353,3 +353,49 @@ def test_a_fixed_port_can_be_used_again_at_once() -> None:
     again.pair()
     assert again.listener.address == f"tcp://{join_address(*split_address(where))}"
     again.close()
+
+
+# ---- how often the loop wakes
+
+
+def test_a_large_payload_wakes_the_loop_once_for_many_segments(rig: Rig, stranger: socket.socket) -> None:
+    nbytes, piece = 8 * 65536, bytes(1024)
+    end = rig.accepted[0]
+    wakes = []
+    on_events = end.channel._on_events
+    rig.server_reactor._callbacks[end.channel._sock.fileno()] = lambda events: (wakes.append(events), on_events(events))
+    stranger.sendall(Header(PUSH, nbytes=nbytes).pack() + piece)
+    rig.until(lambda: end.log.headers, "header")
+    for _ in range(nbytes // len(piece) - 1):
+        stranger.sendall(piece)
+        rig.server_reactor.run_once()
+    rig.until(lambda: end.log.frames, "payload")
+    assert len(wakes) <= 2 * nbytes // 65536
+    stranger.sendall(Header(PUSH, sequence=1).pack())  # the smallest frame wakes it at once
+    rig.until(lambda: len(end.log.frames) == 2, "next frame")
+
+
+@pytest.mark.parametrize("ending", ["orderly", "reset"])
+def test_a_peer_that_ends_within_what_is_awaited_is_noticed(rig: Rig, stranger: socket.socket, ending: str) -> None:
+    end = rig.accepted[0]
+    stranger.sendall(Header(PUSH, nbytes=65536).pack() + bytes(1000))
+    rig.until(lambda: end.log.headers, "header")
+    rig.step(rig.server_reactor)
+    if ending == "reset":
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
+    rig.until_closed(end)
+    assert isinstance(end.log.closed[0], PeerLostError)
+
+
+def test_buffers_smaller_than_what_is_awaited() -> None:
+    class SmallKit(TcpKit):
+        def make(self) -> TcpTransport:
+            return TcpTransport(self.ledger, socket_buffer_nbytes=4096)
+
+    rig = Rig(SmallKit())
+    near, far = rig.pair()
+    sent = send(rig, near, random.Random(0).randbytes(1 << 20))
+    rig.until(lambda: far.log.frames, "payload")
+    assert far.log.frames == [sent]
+    rig.close()

@@ -11,20 +11,29 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch_bps import config
 from torch_bps.bench import table
 
+if TYPE_CHECKING:
+    from torch_bps.bench.cases import Case
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 1 when a result was wrong."""
+
+def main(arguments: list[str] | None = None, peers: Mapping[str, type[Case]] | None = None) -> int:
+    """Run the command; returns the exit code: 1 when a result was wrong.
+
+    Args:
+        peers: as of bench.measure.measure; for ranks that somebody else has started.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     if config.under_torchrun():
         from torch_bps.bench.measure import measure
 
-        return measure(options)
+        return measure(options, peers)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     os.execv(sys.executable, [*command, "-m", "torch_bps.bench", *arguments])
 

@@ -2,6 +2,7 @@
 
 algbw = size / time. busbw = algbw x the factor below: comparable with a link's rate, whatever the number of ranks, see
 https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+CPU = processor time of a rank's process, not of servers, for each GB of the size.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Row:
         seconds: median of the slowest rank.
         limit_s: what it cannot take less than (0: not known).
         wrong: elements that were not what they should be, on all ranks.
+        calls: how often a rank called it, after the warm-up.
+        min_s, p99_s: the spread of its times, each the slowest rank's.
+        user_s, system_s: processor time of a rank's process for a call, all its threads, mean of the ranks.
+        retransmits: TCP segments sent again by the ranks' hosts while it was measured.
     """
 
     collective: str
@@ -52,6 +57,17 @@ class Row:
     seconds: float
     limit_s: float
     wrong: int
+    calls: int = 0
+    min_s: float = 0.0
+    p99_s: float = 0.0
+    user_s: float = 0.0
+    system_s: float = 0.0
+    retransmits: int = 0
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """Processor seconds of a rank for each GB of the operation."""
+        return (self.user_s + self.system_s) / self.nbytes * 1e9 if self.nbytes else 0.0
 
     @property
     def algbw(self) -> float:
@@ -76,9 +92,11 @@ _COLUMNS: Final = (
     "#wrong",
     "vs {0}",
     "vs limit",
+    "CPU",
+    "retrans",
 )
-_UNITS_LINE: Final = ("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "", "")
-_WIDTHS: Final = (11, 11, 10, 6, 8, 11, 8, 8, 7, 8, 9)
+_UNITS_LINE: Final = ("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "", "", "", "(s/GB)", "")
+_WIDTHS: Final = (11, 11, 10, 6, 8, 11, 8, 8, 7, 8, 9, 7, 8)
 
 
 def heading(peer: str) -> str:
@@ -104,13 +122,16 @@ def line(row: Row, peer: Row | None) -> str:
             str(row.wrong),
             versus,
             limit,
+            f"{row.cpu_s_per_gb:.2f}",
+            str(row.retransmits),
         )
     )
 
 
 def as_json(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Return the rows for a JSON file."""
-    return [{**asdict(row), "algbw": row.algbw, "busbw": row.busbw} for row in rows]
+    rates = ("algbw", "busbw", "cpu_s_per_gb")
+    return [{**asdict(row), **{name: getattr(row, name) for name in rates}} for row in rows]
 
 
 def _line(cells: Iterable[str]) -> str:

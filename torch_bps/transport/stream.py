@@ -234,6 +234,7 @@ class StreamChannel:
             try:
                 got = self._receive(target)
             except BlockingIOError:
+                self._sleep_until_due()
                 return
             if got == 0:
                 self._peer_ended()
@@ -245,6 +246,7 @@ class StreamChannel:
                 self._end += got
                 self._parse()
                 if got < target.nbytes and self._payload is None:
+                    self._sleep_until_due()
                     return  # the kernel has no more: save a system call
             else:
                 self._filled += got
@@ -252,6 +254,12 @@ class StreamChannel:
                     header, self._header, self._payload = self._header, None, None
                     assert header is not None
                     self._deliver(header, payload)
+                elif got < target.nbytes:
+                    self._sleep_until_due()
+                    return
+
+    def _sleep_until_due(self) -> None:
+        """Everything was read: a transport may say how much more must come before the loop wakes for it."""
 
     def _receive(self, target: memoryview) -> int:
         assert self._sock is not None

@@ -20,6 +20,8 @@ from torch_bps.transport.stream_listener import StreamListener
 UNSENT_NBYTES: Final = 128 << 10
 """what a socket takes beyond what is on its way: the rest waits in the channel, where what is urgent overtakes it"""
 _CONNECT_TIMEOUT_S: Final = 10.0
+_WAKE_NBYTES: Final = 65536
+"""of a payload: for less the loop does not wake; more would begin to delay what comes after it"""
 _BACKLOG: Final = 1024
 _RESET: Final = struct.pack("ii", 1, 0)
 
@@ -130,6 +132,7 @@ class _TcpChannel(StreamChannel):
     _prepare: Callable[[socket.socket], None]
     _interface: Interface | None
     _connect_timer: Timer | None = None
+    _wake_nbytes = 1
 
     def connect(
         self,
@@ -202,6 +205,14 @@ class _TcpChannel(StreamChannel):
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+
+    def _sleep_until_due(self) -> None:
+        """Let the kernel gather a payload's bytes. It wakes us sooner when its buffer is full, or the peer ends."""
+        payload = self._payload
+        wake_nbytes = 1 if payload is None else min(payload.view.nbytes - self._filled, _WAKE_NBYTES)
+        if wake_nbytes != self._wake_nbytes and self._sock is not None:
+            self._wake_nbytes = wake_nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_nbytes)
 
     def _cut(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
