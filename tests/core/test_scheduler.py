@@ -178,9 +178,9 @@ def test_what_is_submitted_after_a_stall_waits_for_credit_again() -> None:
 def test_an_overdrawn_window_shrinks_by_half_of_what_returns_and_then_the_credit_holds() -> None:
     scheduler = filled(4 * MIB, [MIB] * 200)
     scheduler.ready()
-    for _ in range(4):
+    for _ in range(2):
         scheduler.stalled()
-    assert scheduler.in_flight_nbytes == 19 * MIB
+    assert scheduler.in_flight_nbytes == (4 + 4 + 8) * MIB
     issued = []
     for _ in range(60):
         scheduler.done(MIB)
@@ -191,10 +191,11 @@ def test_an_overdrawn_window_shrinks_by_half_of_what_returns_and_then_the_credit
 
 
 def test_the_credit_holds_again_as_soon_as_no_more_than_it_is_under_way() -> None:
-    scheduler = filled(4 * MIB, [MIB] * 5 + [MIB // 2])
+    scheduler = filled(4 * MIB, [MIB] * 8 + [MIB // 2])
     scheduler.ready()
-    assert scheduler.stalled() == [4]
-    scheduler.done(MIB)
+    assert scheduler.stalled() == [4, 5, 6, 7]
+    for _ in range(4):
+        scheduler.done(MIB)
     assert scheduler.in_flight_nbytes == scheduler.credit_nbytes
     assert scheduler.ready() == []
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 import torch_bps
 from tests.integration.rig import run_ranks
 
-SIZES = (1, 3_000, 200_000, 1_500_000)
+SIZES = (1, 3_000, 200_000, 1_000_000)
 
 
 def sums_of_many(rank: int, world_size: int) -> int:
-    """Call 60 all_reduces in the same order with priorities, and blocking or not, as this rank likes; return how many
+    """Call 24 all_reduces in the same order with priorities, and blocking or not, as this rank likes; return how many
     are wrong. Blocking ones come while large ones are under way, in two groups."""
     own, order = random.Random(rank), random.Random(99)
     groups = [dist.group.WORLD, dist.new_group()]
     pending = []
-    for number in range(60):
+    for number in range(24):
         tensor = torch.full((order.choice(SIZES),), float(rank + number))
         group = order.choice(groups)
         with torch_bps.priority(own.randint(-3, 3)):
@@ -39,10 +39,9 @@ def sums_of_many(rank: int, world_size: int) -> int:
     ("world_size", "env"),
     [
         (2, {}),
-        (3, {"BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_TRANSPORT": "tcp", "BYTEPS_SCHEDULING_CREDIT": "2"}),
-        (2, {"BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_TRANSPORT": "zmq"}),
+        (3, {"BYTEPS_FORCE_DISTRIBUTED": "1", "BYTEPS_TRANSPORT": "tcp"}),
     ],
-    ids=["local", "tcp", "zmq"],
+    ids=["local", "tcp"],
 )
 def test_ranks_of_different_opinions(world_size: int, env: dict[str, str]) -> None:
     results = run_ranks(sums_of_many, world_size, backend="byteps", env=env)

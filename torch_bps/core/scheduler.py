@@ -11,7 +11,8 @@ it (transport.turns).
 
 A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of group 1,
 whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back for a
-while although tasks wait, the caller says `stalled()`, and the window is overdrawn, twice as far each time in a row.
+while although tasks wait, the caller says `stalled()`, and the window is overdrawn: by as much again, and twice as far
+each time in a row.
 It then shrinks by half of what returns, until the credit holds again. It must not snap back at the first result: each
 rank has to go on issuing what the other waits for, and would need a stall for each partition (2 x 400 partitions of
 two groups in opposite order: 267 stalls, against 9).
@@ -86,7 +87,7 @@ class Scheduler(Generic[Task]):
         if not self.num_queued:
             return []
         self.num_overdrafts += 1
-        self._overdraft_nbytes = max(2 * self._overdraft_nbytes, _FIRST_OVERDRAFT_NBYTES)
+        self._overdraft_nbytes = max(2 * self._overdraft_nbytes, _FIRST_OVERDRAFT_NBYTES, self.credit_nbytes)
         more_nbytes = max(self._overdraft_nbytes, self._turns.first()[1])
         self._limit_nbytes = max(self._limit_nbytes, self.in_flight_nbytes + more_nbytes)
         tasks = self._issue()
