@@ -162,6 +162,7 @@ class CrossBarrier:
 
     def _put_off(self) -> None:
         """Put off the update of the parameters whose gradients are under way, and update the others."""
+        self._forget_unseen()
         self._steps += bool(self._arrivals)
         said = updates.hyperparameters(self._optimizer)
         places = updates.places_of(self._optimizer)
