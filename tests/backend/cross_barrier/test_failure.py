@@ -49,6 +49,7 @@ def test_close_tells_of_a_lost_peer_and_gives_all_back(world: HeldGroup) -> None
 
 def test_close_after_a_failure_gives_all_back_without_waiting(world: HeldGroup) -> None:
     ddp, optimizer, barrier = ready()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # keeps the step that it found
     sums = held_step(world, ddp, optimizer)
     sums[0].error = PeerLostError("rank 1 is gone")
     sums[0].held = False

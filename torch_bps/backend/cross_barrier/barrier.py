@@ -155,7 +155,6 @@ class CrossBarrier:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._finish_put_off()
         self._check()
         self._put_off()
         return loss
