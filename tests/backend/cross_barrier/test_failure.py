@@ -86,6 +86,16 @@ def test_an_interrupted_wait_may_be_taken_up_again(world: HeldGroup) -> None:
     assert not barrier._arrivals
 
 
+def test_a_sum_that_cannot_begin(world: HeldGroup) -> None:
+    ddp, optimizer, barrier = ready()
+    world.refusal = PeerLostError("rank 1 is gone")
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        train_step(ddp, optimizer)
+    for use in ("forward", "step", "synchronize", "optimizer's state"):
+        with pytest.raises(BytePSError, match="an earlier step of this model failed: rank 1 is gone"):
+            NEXT[use](ddp, optimizer, barrier)
+
+
 class Broken(Deep):
     """Raises in the backward pass, before the first layer's gradient."""
 

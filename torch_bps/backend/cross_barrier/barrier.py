@@ -110,8 +110,11 @@ class CrossBarrier:
             )
         self._check_seen(plan)
         self._division.divide(plan)
-        with priority(plan.priority):
-            work = dist.all_reduce(plan.buffer, group=self._ddp.process_group, async_op=True)
+        try:
+            with priority(plan.priority):
+                work = dist.all_reduce(plan.buffer, group=self._ddp.process_group, async_op=True)
+        except Exception as error:
+            raise self._fail(error) from None
         self._arrivals.append(Arrival(plan, work, self._ddp.gradient_as_bucket_view, self._gradient_type))
         device = plan.buffer.device
         done: Future[torch.Tensor] = Future(devices=[] if device.type == "cpu" else [device])
