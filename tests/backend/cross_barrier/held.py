@@ -66,19 +66,27 @@ class HeldGroup(dist.ProcessGroup):
     Attributes:
         sums: the Works of all sums of floats, in the order of the calls.
         hold: hold those that come.
+        refusal: raised by those that come.
+        others_use_all: the other ranks use parameters that this one does not.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.sums: list[HeldWork] = []
         self.hold = False
+        self.refusal: Exception | None = None
+        self.others_use_all = False
 
     def getBackendName(self) -> str:
         return "held"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> HeldWork:
         if not tensors[0].is_floating_point():  # DDP's map of used parameters
+            if self.others_use_all:
+                tensors[0].fill_(1)
             return HeldWork(tensors, 0.0, held=False)
+        if self.refusal is not None:
+            raise self.refusal
         self.sums.append(HeldWork(tensors, (self.size() - 1) / 2, self.hold))
         return self.sums[-1]
 

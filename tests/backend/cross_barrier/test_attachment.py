@@ -153,6 +153,7 @@ def test_a_scheduler_goes_on_after_close(world: HeldGroup) -> None:
     train_step(ddp, optimizer)
     scheduler.step()
     assert not barrier._arrivals
+    assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
 
 

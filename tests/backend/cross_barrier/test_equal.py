@@ -50,7 +50,7 @@ def test_optimizers(world: HeldGroup, optimizer: str) -> None:
 # ---- models
 
 
-def ignoring_unused(parameters: Iterator[nn.Parameter]) -> Optimizer:
+def adamw(parameters: Iterator[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
@@ -75,7 +75,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 @pytest.mark.parametrize("model", MODELS)
 def test_models(world: HeldGroup, model: str, gradient_as_bucket_view: bool) -> None:
     make, options = MODELS[model]
-    assert_same(make, ignoring_unused, **options, gradient_as_bucket_view=gradient_as_bucket_view)
+    assert_same(make, adamw, **options, gradient_as_bucket_view=gradient_as_bucket_view)
+
+
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+def test_layers_that_only_other_ranks_use(world: HeldGroup, gradient_as_bucket_view: bool) -> None:
+    world.others_use_all = True
+    assert_same(
+        nets.Skipping,
+        adamw,
+        find_unused_parameters=True,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
 
 
 # ---- loops: what users do in between
@@ -211,8 +222,8 @@ def saving_and_loading(ddp: DistributedDataParallel, optimizer: Optimizer, _: ob
             saved = copy.deepcopy([ddp.state_dict(), optimizer.state_dict()])
         if number == 4:
             assert saved is not None
-            ddp.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
+            ddp.load_state_dict(saved[0])
         losses.append(loss.item())
     return losses
 
@@ -246,12 +257,18 @@ def reading_gradients(ddp: DistributedDataParallel, optimizer: Optimizer, _: obj
 
 
 def perturbing(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
-    """Give some gradients up, replace some, and change some in place."""
-    first, second, third, *_ = ddp.parameters()
-    first.grad = None
-    second.grad = torch.ones_like(second)
+    """Give up a gradient, replace one, and change one in place."""
+    replacing(ddp, optimizer)
+    _, _, third, *_ = ddp.parameters()
     assert third.grad is not None
     third.grad.mul_(0.5)
+
+
+def replacing(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
+    """Give up a gradient, and replace one, of two layers."""
+    first, _, _, other, *_ = ddp.parameters()
+    first.grad = None
+    other.grad = torch.ones_like(other)
 
 
 def stepping_again(ddp: DistributedDataParallel, optimizer: Optimizer) -> None:
@@ -283,6 +300,7 @@ LOOPS = {
     "zero at once in place": loop(after_step=zero_in_place),
     "clipped norm": loop(before_step=lambda ddp, _: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)),
     "clipped value": loop(before_step=lambda ddp, _: torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)),
+    "replaced": loop(before_step=replacing),
     "perturbed": loop(before_step=perturbing),
     "stepping again": loop(after_step=stepping_again),
     "accumulating": accumulating,
@@ -322,6 +340,10 @@ def test_loops(
     world: HeldGroup, name: str, gradient_as_bucket_view: bool, optimizer_of: Callable[[Any], Optimizer]
 ) -> None:
     assert_same(optimizer_of=optimizer_of, loop=LOOPS[name], gradient_as_bucket_view=gradient_as_bucket_view)
+
+
+def test_buckets_that_a_static_graph_moves(world: HeldGroup) -> None:
+    assert_same(loop=LOOPS["zero never"], static_graph=True, gradient_as_bucket_view=True)
 
 
 def test_updates_within_autocast(world: HeldGroup) -> None:

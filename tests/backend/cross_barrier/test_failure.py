@@ -49,6 +49,7 @@ def test_close_tells_of_a_lost_peer_and_gives_all_back(world: HeldGroup) -> None
 
 def test_close_after_a_failure_gives_all_back_without_waiting(world: HeldGroup) -> None:
     ddp, optimizer, barrier = ready()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # keeps the step that it found
     sums = held_step(world, ddp, optimizer)
     sums[0].error = PeerLostError("rank 1 is gone")
     sums[0].held = False
@@ -83,6 +84,16 @@ def test_an_interrupted_wait_may_be_taken_up_again(world: HeldGroup) -> None:
     ddp(INPUTS)
     assert [work.waits for work in sums] == [2, 1, 1, 1]
     assert not barrier._arrivals
+
+
+def test_a_sum_that_cannot_begin(world: HeldGroup) -> None:
+    ddp, optimizer, barrier = ready()
+    world.refusal = PeerLostError("rank 1 is gone")
+    with pytest.raises(PeerLostError, match="rank 1 is gone"):
+        train_step(ddp, optimizer)
+    for use in ("forward", "step", "synchronize", "optimizer's state"):
+        with pytest.raises(BytePSError, match="an earlier step of this model failed: rank 1 is gone"):
+            NEXT[use](ddp, optimizer, barrier)
 
 
 class Broken(Deep):

@@ -68,9 +68,8 @@ class Arrival:
         self.groups: list[dict[str, Any]] = []
         self._in_bucket = in_bucket
         self._unfinished = unfinished
-        # zero_grad() may drop a gradient: no need to keep its memory, except where it is the bucket's anyway
+        # weakly: zero_grad() may drop a gradient, and its memory with it
         self._gradients: list[weakref.ref[torch.Tensor] | None] = []
-        self._kept: list[torch.Tensor] = []
         for parameter in plan.parameters:
             gradient = parameter.grad
             if gradient is None:  # not used on this rank; DDP makes one at the end of the pass if another rank did
@@ -78,8 +77,6 @@ class Arrival:
                 continue
             gradient.__class__ = unfinished
             self._gradients.append(weakref.ref(gradient))
-            if in_bucket:
-                self._kept.append(gradient)
         plan.busy = True
 
     def own_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:

@@ -110,8 +110,11 @@ class CrossBarrier:
             )
         self._check_seen(plan)
         self._division.divide(plan)
-        with priority(plan.priority):
-            work = dist.all_reduce(plan.buffer, group=self._ddp.process_group, async_op=True)
+        try:
+            with priority(plan.priority):
+                work = dist.all_reduce(plan.buffer, group=self._ddp.process_group, async_op=True)
+        except Exception as error:
+            raise self._fail(error) from None
         self._arrivals.append(Arrival(plan, work, self._ddp.gradient_as_bucket_view, self._gradient_type))
         device = plan.buffer.device
         done: Future[torch.Tensor] = Future(devices=[] if device.type == "cpu" else [device])
@@ -155,13 +158,13 @@ class CrossBarrier:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            self._finish_put_off()
         self._check()
         self._put_off()
         return loss
 
     def _put_off(self) -> None:
         """Put off the update of the parameters whose gradients are under way, and update the others."""
+        self._forget_unseen()
         self._steps += bool(self._arrivals)
         said = updates.hyperparameters(self._optimizer)
         places = updates.places_of(self._optimizer)
