@@ -93,8 +93,8 @@ def test_a_service_that_listens_everywhere_is_where_it_was_reached(
     assert {channel.address for channel in channels} == {where}
 
 
-def push(link: Link, sequence: int, priority: int = 0) -> None:
-    link.send(Header(PUSH, sequence=sequence, priority=priority), None)
+def push(link: Link, sequence: int, priority: int = 0, total: int = 64) -> None:
+    link.send(Header(PUSH, sequence=sequence, priority=priority, total=total), None)
 
 
 def test_lanes_take_turns_also_where_the_kernel_takes_everything_at_once() -> None:
@@ -117,11 +117,12 @@ def test_a_lane_that_is_behind_is_passed_over() -> None:
     assert lanes[2].pushes == [3, 4]
 
 
-def test_urgent_frames_have_the_express_lane_and_any_other_while_that_is_behind() -> None:
+def test_small_urgent_frames_have_the_express_lane_and_any_other_while_that_is_behind() -> None:
     link, (express, *lanes) = linked([TCP], 2)
     push(link, 0, URGENT - 1)
     push(link, 1, URGENT - 1)
+    push(link, 9, URGENT - 1, total=1 << 20)
     assert express.pushes == [0, 1]
     express.queued_nbytes = 100
     push(link, 2, URGENT - 1)
-    assert sorted(lane.pushes for lane in lanes) == [[], [2]]
+    assert sorted(lane.pushes for lane in lanes) == [[2], [9]]

@@ -2,9 +2,9 @@
 
     connect ──> Hello ──> Welcome ──> lanes, each with an Attach ──> ready ──> Join/Joined a group ... ──> Bye
 
-The first lane is the express lane: only frames of blocking calls go there, and their answers come back there, so they
-never wait in a socket behind megabytes of others (a kernel's buffer cannot be overtaken). With shm, where sockets only
-carry signals, one lane is enough.
+The first lane is the express lane: only frames of small blocking calls go there, and their answers come back there, so
+they never wait in a socket behind megabytes of others (a kernel's buffer cannot be overtaken). With shm, where sockets
+only carry signals, one lane is enough.
 
 Called by core.client. Knows no operations.
 """
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("torch_bps.core")
 
+_EXPRESS_NBYTES: Final = 64 << 10
+"""blocks that are larger are not for the express lane"""
 _WILDCARDS: Final = ("0.0.0.0:", "[::]:")
 
 
@@ -130,7 +132,7 @@ class Link:
     # ---- sending
 
     def send(self, header: Header, buffer: Buffer | None) -> None:
-        """Send a data frame: an urgent one on the express lane, others on the next lane in turn.
+        """Send a data frame: a small urgent one on the express lane, others on the next lane in turn.
 
         Where that lane has something queued, the one with the least takes it. Turns, since a kernel that takes
         everything at once would leave all to the first lane.
@@ -139,7 +141,7 @@ class Link:
             if buffer is not None:
                 buffer.release()
             return
-        if header.priority < URGENT:
+        if header.priority < URGENT and header.total <= _EXPRESS_NBYTES:
             lanes = self._lanes
             lane = lanes[0]
         else:
@@ -292,7 +294,7 @@ class Link:
         self.transport = scheme_of(addresses[0])
         num_lanes = {"tcp": max(self._num_lanes, len(addresses)) + 1, "shm": 1}.get(self.transport, 2)
         if len(addresses) > 1 and num_lanes > 1:
-            self.reason += f", {num_lanes} lanes to {len(addresses)} addresses"
+            self.reason += f", {num_lanes - 1} lanes to {len(addresses)} addresses"
         self._unopened = num_lanes
         for number in range(num_lanes):
             channel = self._connect(addresses[number % len(addresses)], number)
