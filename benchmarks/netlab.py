@@ -109,7 +109,7 @@ class NetLab:
 
     def drops(self, host: int) -> tuple[int, int]:
         """Return how many packets the limits of `host`'s link have dropped so far: (on their way to it, from it)."""
-        return _drops(self._hub, f"port{host}"), _drops(self.hosts[host].name, "eth0")
+        return _drops(self._hub, f"port{host}.0"), _drops(self.hosts[host].name, "eth0")
 
     def close(self) -> None:
         """End what still runs in the namespaces and remove them; harmless when repeated."""

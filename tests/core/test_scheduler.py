@@ -45,26 +45,20 @@ def test_the_smaller_priority_goes_first_and_the_earlier_one_within_it() -> None
     assert scheduler.ready() == ["b", "e", "d", "a", "c"]
 
 
-def test_an_urgent_task_overtakes_those_that_wait_but_not_those_under_way() -> None:
+def test_an_urgent_task_needs_no_room_in_a_window_full_of_others() -> None:
     scheduler = filled(2, [1, 1, 1, 1], priority=7)
     assert scheduler.ready() == [0, 1]
-    scheduler.submit("urgent", -3, 1, 99)
-    scheduler.done(1)
-    assert scheduler.ready() == [99]
-    scheduler.done(1)
-    assert scheduler.ready() == [2]
-
-
-def test_urgent_tasks_need_no_room_in_a_full_window_up_to_their_reserve() -> None:
-    scheduler = filled(8, [8, 4])
-    assert scheduler.ready() == [0]
     for task in (97, 98, 99):
-        scheduler.submit("urgent", URGENT - 1, 1, task)
+        scheduler.submit("urgent", -3, 1, task)
     assert scheduler.ready() == [97, 98]
-    scheduler.done(1, URGENT - 1)
+    scheduler.done(1, 7)
+    assert scheduler.ready() == []  # the third is next, and its own window is full
+    scheduler.done(1, -3)
     assert scheduler.ready() == [99]
-    scheduler.done(8)
-    assert scheduler.ready() == [1]  # what is urgent counts in the credit all the same
+    scheduler.done(1, -3)
+    assert scheduler.ready() == []  # what is urgent counts in the windows of the others
+    scheduler.done(1, -3)
+    assert scheduler.ready() == [2]
 
 
 def test_urgent_tasks_alone_get_the_credit_and_no_more() -> None:

@@ -5,9 +5,11 @@
 Credit counts until the *result* is back (ByteScheduler, SOSP'19, section 4; the original BytePS gave it back
 earlier). One window over all engines, in order: windows per server let fast and slow ones drift apart and cost 30 %.
 
-Tasks of blocking calls have a quarter of the credit as a reserve, which the others do not count in: however full the
-window is, so much of them goes at once. Nothing waits for ever: the oldest task gets its turn when enough has overtaken
-it (transport.turns).
+Each priority has the whole window for itself and what is more urgent: a task that is less urgent takes no room from it.
+Else ranks that issued the same tasks at different times would wait for each other, one with its window full of early
+ones that are not urgent, the other full of urgent ones. So a process has at most one window a priority under way, and
+what is urgent goes at once. Nothing waits for ever: the oldest task gets its turn when enough has overtaken it
+(transport.turns).
 
 A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of group 1,
 whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back for a
@@ -23,7 +25,6 @@ from __future__ import annotations
 from typing import Generic, TypeVar
 
 from torch_bps.transport.turns import Turns
-from torch_bps.wire.header import URGENT
 
 Task = TypeVar("Task")
 
@@ -34,7 +35,7 @@ class Scheduler(Generic[Task]):
     """Thread safety: one thread.
 
     Args:
-        credit_nbytes: how much may be under way, besides what urgent tasks have as their reserve.
+        credit_nbytes: how much may be under way that is as urgent as the next task, or more.
     """
 
     def __init__(self, credit_nbytes: int) -> None:
@@ -48,9 +49,8 @@ class Scheduler(Generic[Task]):
         """the credit, or more after a stall"""
         self._overdraft_nbytes = 0
         """how far the last stall in a row went beyond what was under way"""
-        self._urgent_nbytes = 0
-        """urgent tasks under way"""
-        self._reserve_nbytes = credit_nbytes // 4
+        self._under_way: dict[int, int] = {}
+        """priority -> bytes, where there are any"""
         self._turns: Turns[tuple[object, Task]] = Turns()
         self._queued: dict[object, list[int]] = {}
         """owner -> [tasks, bytes] that wait"""
@@ -67,15 +67,14 @@ class Scheduler(Generic[Task]):
     def ready(self) -> list[Task]:
         """Take the tasks that may go now, the most urgent first.
 
-        A task larger than the whole credit goes when nothing else is under way, one of 0 bytes once it is the first.
+        A task larger than the credit goes when nothing as urgent is under way, one of 0 bytes once it is the first.
         """
         return self._issue()
 
     def done(self, nbytes: int, priority: int = 0) -> None:
         """A task's result is back (or it was given up): its credit returns."""
         self.in_flight_nbytes -= nbytes
-        if priority < URGENT:
-            self._urgent_nbytes -= nbytes
+        self._add(priority, -nbytes)
         self._overdraft_nbytes = 0
         if self.in_flight_nbytes <= self.credit_nbytes:
             self._limit_nbytes = self.credit_nbytes
@@ -109,17 +108,12 @@ class Scheduler(Generic[Task]):
         turns = self._turns
         while turns:
             priority, nbytes = turns.first()
-            if (
-                nbytes
-                and self.in_flight_nbytes
-                and self.in_flight_nbytes + nbytes > self._limit_nbytes
-                and not (priority < URGENT and self._urgent_nbytes + nbytes <= self._reserve_nbytes)
-            ):
+            as_urgent_nbytes = self._as_urgent_nbytes(priority) if nbytes else 0
+            if as_urgent_nbytes and as_urgent_nbytes + nbytes > self._limit_nbytes:
                 break
             owner, task = turns.take()
             self.in_flight_nbytes += nbytes
-            if priority < URGENT:
-                self._urgent_nbytes += nbytes
+            self._add(priority, nbytes)
             self.queued_nbytes -= nbytes
             self.num_queued -= 1
             self.num_issued += 1
@@ -130,3 +124,17 @@ class Scheduler(Generic[Task]):
                 del self._queued[owner]
             tasks.append(task)
         return tasks
+
+    def _as_urgent_nbytes(self, priority: int) -> int:
+        """Return how much is under way that is as urgent, or more."""
+        under_way = self._under_way
+        if len(under_way) == 1 and priority in under_way:
+            return under_way[priority]
+        return sum(nbytes for other, nbytes in under_way.items() if other <= priority)
+
+    def _add(self, priority: int, nbytes: int) -> None:
+        total = self._under_way.get(priority, 0) + nbytes
+        if total:
+            self._under_way[priority] = total
+        else:
+            self._under_way.pop(priority, None)
