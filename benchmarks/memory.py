@@ -116,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "BYTEPS_SERVERS": ",".join(addresses),
                 "BYTEPS_FORCE_DISTRIBUTED": "1",
                 "BYTEPS_TRANSPORT": "tcp",
+                "BYTEPS_STALL_WARNING": str(RUN_S),  # the last of a step's buckets wait for all others
             }
             ranks.append(subprocess.Popen([sys.executable, __file__, *words, "--pids", pids], env=env, text=True))
             running.append(ranks[-1])
