@@ -30,6 +30,8 @@ COLUMNS = (
     Column("RSS (MB)", "rss", ".1f", 1e-6),
     Column("peak (MB)", "peak", ".1f", 1e-6),
 )
+PIDS = "MEMORY_BENCHMARK_SERVER_PIDS"
+"""variable that makes a process a rank, and tells it the servers' process ids"""
 RUN_S = 900.0
 END_S = 20.0
 READY_S = 30.0
@@ -61,12 +63,11 @@ def train(pids: Sequence[int], nbytes: int, bucket_nbytes: int, steps: int) -> l
     return rows
 
 
-def be_rank(options: argparse.Namespace) -> None:
+def be_rank(options: argparse.Namespace, pids: Sequence[int]) -> None:
     """Train, and be the one who prints if this is rank 0."""
     import torch.distributed as dist
 
     dist.init_process_group("byteps")
-    pids = [int(pid) for pid in options.pids.split(",")]
     rows = train(pids, int(options.megabytes * 1e6), int(options.bucket * 1e6), options.steps)
     if dist.get_rank() == 0:
         settings = {"ranks": options.ranks, "megabytes": options.megabytes, "bucket_megabytes": options.bucket}
@@ -88,10 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--bucket", type=float, default=25.0, help="MB of each all_reduce")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--pids", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.pids:
-        be_rank(options)
+    if pids := os.environ.get(PIDS):
+        be_rank(options, [int(pid) for pid in pids.split(",")])
         return 0
     words = list(sys.argv[1:] if arguments is None else arguments)
     running: list[subprocess.Popen[str]] = []
@@ -116,8 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "BYTEPS_SERVERS": ",".join(addresses),
                 "BYTEPS_FORCE_DISTRIBUTED": "1",
                 "BYTEPS_TRANSPORT": "tcp",
+                PIDS: pids,
+                "BYTEPS_STALL_WARNING": str(RUN_S),  # the last of a step's buckets wait for all others
             }
-            ranks.append(subprocess.Popen([sys.executable, __file__, *words, "--pids", pids], env=env, text=True))
+            ranks.append(subprocess.Popen([sys.executable, __file__, *words], env=env, text=True))
             running.append(ranks[-1])
         codes = [rank.wait(RUN_S) for rank in ranks]
     finally:
