@@ -10,20 +10,17 @@ optimum. "vs limit" compares with the wire: --goodput of the rate. Needs root an
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.job import run_job
 from benchmarks.netlab import NetLab, why_not
 from torch_bps.theory.step import GOODPUT
 
-PORT = 4711
-END_S = 20.0
-"""for a server to drain"""
+TIMEOUT_S = 3600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,59 +31,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=int, default=500, help="of each link, Mbit/s")
     parser.add_argument("--sizes", default="64K,1M,25M")
     parser.add_argument("--collective", default="all_reduce")
-    parser.add_argument("--seconds", default="4", help="for each size and backend")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each size and backend")
     parser.add_argument("--goodput", type=float, default=GOODPUT)
     parser.add_argument("--json", default="")
     options = parser.parse_args(arguments)
     if reason := why_not():
         print(reason, file=sys.stderr)
         return 2
+    command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
+    command += ["--seconds", str(options.seconds), "--gbps", str(options.rate * options.goodput / 1000)]
+    if options.json:
+        command += ["--json", options.json]
     with NetLab(options.workers + options.servers, options.rate) as lab:
-        return _run(lab, options)
+        print(f"# {options.workers} workers, {options.servers} servers, links of {options.rate} Mbit/s", flush=True)
+        return run_ranks(lab, options.workers, command)
 
 
-def _run(lab: NetLab, options: argparse.Namespace) -> int:
-    workers = options.workers
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        servers = []
-        for number in range(workers, workers + options.servers):
-            host = lab.hosts[number].ipv4
-            command = [sys.executable, "-m", "torch_bps.server", "--host", host, "--port", str(PORT)]
-            running.append(subprocess.Popen([*lab.prefix(number), *command], stdout=subprocess.DEVNULL))
-            servers.append(f"{host}:{PORT}")
-        command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
-        command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
-        if options.json:
-            command += ["--json", options.json]
-        ranks = []
-        for rank in range(workers):
-            env = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "WORLD_SIZE": str(workers),
-                "MASTER_ADDR": lab.hosts[0].ipv4,
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": "eth0",
-            }
-            if servers:
-                env["BYTEPS_SERVERS"] = ",".join(servers)
-                env["BYTEPS_ENABLE_MIXED_MODE"] = "1" if len(servers) < workers else "0"
-            ranks.append(subprocess.Popen([*lab.prefix(rank), *command], env=env))
-            running.append(ranks[-1])
-        print(f"# {workers} workers, {len(servers)} servers, links of {options.rate} Mbit/s", flush=True)
-        codes = [process.wait() for process in ranks]
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-    return next((code for code in codes if code), 0)
+def run_ranks(lab: NetLab, workers: int, command: Sequence[str]) -> int:
+    """Run `command` as a rank on each of the first hosts, servers on the others; returns the first exit code not 0."""
+    return run_job(lab, command, nodes=workers, servers=len(lab.hosts) - workers, timeout_s=TIMEOUT_S)
 
 
 if __name__ == "__main__":
