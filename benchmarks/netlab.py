@@ -77,7 +77,7 @@ class NetLab:
         flow_mbit: what one connection may carry of a link; 0: all.
     """
 
-    def __init__(self, num_hosts: int, rate_mbit: int = 0, num_links: int = 1, flow_mbit: int = 0) -> None:
+    def __init__(self, num_hosts: int, rate_mbit: int = 0, *, num_links: int = 1, flow_mbit: int = 0) -> None:
         if flow_mbit and flow_mbit > rate_mbit:
             raise ValueError(f"a connection cannot carry {flow_mbit} of a link's {rate_mbit} Mbit/s")
         self._rate_mbit = rate_mbit

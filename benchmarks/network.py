@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,13 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Column, Lines, Result, Row
+from benchmarks.job import run_job
 from benchmarks.netlab import NetLab, why_not
 from torch_bps.bench.usage import tcp_counters
 from torch_bps.theory.step import GOODPUT
 
-PORT = 4711
-END_S = 20.0
-"""for a server to drain"""
+TIMEOUT_S = 3600.0
 COLUMNS = (
     Column("size (B)", "nbytes", ","),
     Column("backend", "backend"),
@@ -54,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=int, default=500, help="of each link, Mbit/s")
     parser.add_argument("--sizes", default="64K,1M,25M")
     parser.add_argument("--collective", default="all_reduce")
-    parser.add_argument("--seconds", default="4", help="for each size and backend")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each size and backend")
     parser.add_argument("--goodput", type=float, default=GOODPUT)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -63,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     with NetLab(options.workers + options.servers, options.rate) as lab, tempfile.NamedTemporaryFile() as file:
         command = [sys.executable, "-m", "torch_bps.bench", options.collective, "--sizes", options.sizes]
-        command += ["--seconds", options.seconds, "--gbps", str(options.rate * options.goodput / 1000)]
+        command += ["--seconds", str(options.seconds), "--gbps", str(options.rate * options.goodput / 1000)]
         code = run_ranks(lab, options.workers, [*command, "--json", file.name], quiet=True)
         rows = with_ratios(json.loads(Path(file.name).read_text() or "[]"))
         notes = _losses(lab, options.workers)
@@ -117,42 +114,7 @@ def run_ranks(lab: NetLab, workers: int, command: Sequence[str], quiet: bool = F
     Args:
         quiet: do not let through what the ranks print.
     """
-    stdout = subprocess.DEVNULL if quiet else None
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        servers = []
-        for number in range(workers, len(lab.hosts)):
-            host = lab.hosts[number].ipv4
-            server = [sys.executable, "-m", "torch_bps.server", "--host", host, "--port", str(PORT)]
-            running.append(subprocess.Popen([*lab.prefix(number), *server], stdout=subprocess.DEVNULL))
-            servers.append(f"{host}:{PORT}")
-        ranks = []
-        for rank in range(workers):
-            env = {
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "WORLD_SIZE": str(workers),
-                "MASTER_ADDR": lab.hosts[0].ipv4,
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": "eth0",
-            }
-            if servers:
-                env["BYTEPS_SERVERS"] = ",".join(servers)
-                env["BYTEPS_ENABLE_MIXED_MODE"] = "1" if len(servers) < workers else "0"
-            ranks.append(subprocess.Popen([*lab.prefix(rank), *command], env=env, stdout=stdout))
-            running.append(ranks[-1])
-        codes = [process.wait() for process in ranks]
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-    return next((code for code in codes if code), 0)
+    return run_job(lab, command, nodes=workers, servers=len(lab.hosts) - workers, timeout_s=TIMEOUT_S, quiet=quiet)
 
 
 if __name__ == "__main__":
