@@ -72,8 +72,24 @@ def test_the_oldest_task_is_not_overtaken_for_ever() -> None:
         scheduler.submit("urgent", URGENT - 1, MIB, task)
     order = []
     while scheduler.num_queued:
-        order += scheduler.ready()
-        scheduler.done(MIB, 5 if order[-1] == 0 else URGENT - 1)
+        for task in scheduler.ready():
+            order.append(task)
+            if task:
+                scheduler.done(MIB, URGENT - 1)
+    assert order.index(0) == 16
+    assert len(order) == 100  # nothing waited for its result
+
+
+def test_what_overtakes_counts_by_its_payload_where_that_is_less_than_its_credit() -> None:
+    scheduler = filled(4 * MIB, [MIB], priority=5)
+    for task in range(1, 100):
+        scheduler.submit("urgent", URGENT - 1, 4 * MIB, task, MIB)
+    order = []
+    while scheduler.num_queued:
+        for task in scheduler.ready():
+            order.append(task)
+            if task:
+                scheduler.done(4 * MIB, URGENT - 1)
     assert order.index(0) == 16
 
 

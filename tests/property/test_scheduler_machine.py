@@ -1,8 +1,9 @@
 """The scheduler under any interleaving of submit, ready, done, stalled and cancel, against a sorted list.
 
 No task is lost or issued twice, the most urgent goes first unless the oldest was overtaken by enough, the credit holds
-for each priority and what is more urgent unless a stall overdrew it, and nothing waits that could go. Ranks that issue
-the same tasks in different orders always come to an end, and without a stall if they agree on what is urgent.
+for each priority and what is more urgent unless a stall overdrew it or the oldest is due, and nothing waits that could
+go. Ranks that issue the same tasks in different orders always come to an end, and without a stall if they agree on what
+is urgent.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         for task in tasks:
             entry = self.first()
             assert task == entry[1]
+            due = self.overtaken_nbytes >= PATIENCE_NBYTES
             if task == min(number for _, number, _, _ in self.waiting):
                 self.overtaken_nbytes = 0
             else:
                 self.overtaken_nbytes += max(entry[3], 4096)
             as_urgent_nbytes = self.as_urgent_nbytes(entry[0])
-            assert not entry[3] or not as_urgent_nbytes or as_urgent_nbytes + entry[3] <= allowed_nbytes
+            assert due or not entry[3] or not as_urgent_nbytes or as_urgent_nbytes + entry[3] <= allowed_nbytes
             self.waiting.remove(entry)
             self.under_way.append(entry)
         self.num_issued += len(tasks)
@@ -78,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.waiting:
             priority, _, _, nbytes = self.first()
             assert nbytes
+            assert self.overtaken_nbytes < PATIENCE_NBYTES
             assert self.as_urgent_nbytes(priority)
             assert self.as_urgent_nbytes(priority) + nbytes > self.credit_nbytes
 
@@ -188,7 +191,7 @@ def test_ranks_that_agree_on_what_is_urgent_never_stall(
 ) -> None:
     """They submit the same operations in the same order, each more urgent than the one before, but not in step."""
     tasks = [(operation, part) for operation, count in enumerate(counts) for part in range(count)]
-    ranks: list[Scheduler[tuple[int, int]]] = [Scheduler(4) for _ in range(num_ranks)]
+    ranks: list[Scheduler[tuple[int, int]]] = [Scheduler(16 * MIB) for _ in range(num_ranks)]
     coming = [list(enumerate(counts)) for _ in ranks]
     issued: list[set[tuple[int, int]]] = [set() for _ in ranks]
     completed: set[tuple[int, int]] = set()
@@ -197,12 +200,12 @@ def test_ranks_that_agree_on_what_is_urgent_never_stall(
         if coming[rank]:
             operation, count = coming[rank].pop(0)
             for part in range(count):
-                ranks[rank].submit(operation, -operation, 1, (operation, part))
+                ranks[rank].submit(operation, -operation, 4 * MIB, (operation, part))
         for scheduler, mine in zip(ranks, issued, strict=True):
             mine.update(scheduler.ready())
         results = set.intersection(*issued) - completed
         assert results or any(coming)
         for task in results:
             for scheduler in ranks:
-                scheduler.done(1, -task[0])
+                scheduler.done(4 * MIB, -task[0])
         completed |= results

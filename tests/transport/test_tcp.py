@@ -18,11 +18,11 @@ from tests.conformance.transport_rig import End, Kit, Recorder, Rig, send
 from torch_bps.errors import ConfigError, PeerLostError, ProtocolError
 from torch_bps.interfaces import Interface
 from torch_bps.topology import join_address, split_address
-from torch_bps.transport import tcp
+from torch_bps.transport import stream, tcp
 from torch_bps.transport.memory import Pool
 from torch_bps.transport.reactor import EpollReactor
 from torch_bps.transport.tcp import TcpTransport
-from torch_bps.wire.header import FIRST_PRIVATE_FRAME, PUSH, Header
+from torch_bps.wire.header import FIRST_PRIVATE_FRAME, HEADER_NBYTES, PUSH, Header
 
 
 class _Raw:
@@ -372,6 +372,21 @@ def test_a_large_payload_wakes_the_loop_once_for_many_segments(rig: Rig, strange
     rig.until(lambda: end.log.frames, "payload")
     assert len(wakes) <= 2 * nbytes // 65536
     stranger.sendall(Header(PUSH, sequence=1).pack())  # the smallest frame wakes it at once
+    rig.until(lambda: len(end.log.frames) == 2, "next frame")
+
+
+def test_a_channel_whose_turn_ends_with_a_payload_wakes_for_the_next_frame(
+    rig: Rig, stranger: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "_FAIR_NBYTES", 1)
+    end = rig.accepted[0]
+    stranger.sendall(Header(PUSH, nbytes=65536).pack() + bytes(1000))
+    rig.until(lambda: end.log.headers, "header")
+    stranger.sendall(bytes(1000))
+    rig.until(lambda: end.channel._wake_nbytes > HEADER_NBYTES, "asks for the rest at once")
+    stranger.sendall(bytes(65536 - 2000))
+    rig.until(lambda: end.log.frames, "payload")
+    stranger.sendall(Header(PUSH, sequence=1).pack())
     rig.until(lambda: len(end.log.frames) == 2, "next frame")
 
 

@@ -22,7 +22,7 @@ def test_the_most_urgent_goes_first_and_the_earlier_one_within_it() -> None:
     turns: Turns[str] = Turns()
     for letter, priority in zip("abcde", (5, -1, 5, 0, -1), strict=True):
         turns.put(priority, 7, letter)
-    assert turns.first() == (-1, 7)
+    assert turns.first() == (-1, "b")
     assert taken(turns) == "bedac"
 
 

@@ -109,7 +109,7 @@ class Client:
         submit = self._scheduler.submit
         for task in tasks:
             if task.credit_nbytes:
-                submit(flight, flight.priority, task.credit_nbytes, task)
+                submit(flight, flight.priority, task.credit_nbytes, task, task.header.nbytes)
             else:
                 self._issue(task)  # never behind pushes that may be waiting for it
         self._pump()

@@ -8,8 +8,9 @@ earlier). One window over all engines, in order: windows per server let fast and
 Each priority has the whole window for itself and what is more urgent: a task that is less urgent takes no room from it.
 Else ranks that issued the same tasks at different times would wait for each other, one with its window full of early
 ones that are not urgent, the other full of urgent ones. So a process has at most one window a priority under way, and
-what is urgent goes at once. Nothing waits for ever: the oldest task gets its turn when enough has overtaken it
-(transport.turns).
+what is urgent goes at once. Nothing waits for ever: the oldest task goes when enough has overtaken it (transport.turns),
+whether there is room for it or not. Were it to wait for room, it would hold up all others, and ranks whose turns for
+it come at different moments would wait for each other.
 
 A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of group 1,
 whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back for a
@@ -51,13 +52,19 @@ class Scheduler(Generic[Task]):
         """how far the last stall in a row went beyond what was under way"""
         self._under_way: dict[int, int] = {}
         """priority -> bytes, where there are any"""
-        self._turns: Turns[tuple[object, Task]] = Turns()
+        self._turns: Turns[tuple[object, int, Task]] = Turns()
+        """(owner, credit, task)"""
         self._queued: dict[object, list[int]] = {}
         """owner -> [tasks, bytes] that wait"""
 
-    def submit(self, owner: object, priority: int, nbytes: int, task: Task) -> None:
-        """Queue a task; smaller priorities go first, first come first served within one."""
-        self._turns.put(priority, nbytes, (owner, task))
+    def submit(self, owner: object, priority: int, nbytes: int, task: Task, payload_nbytes: int | None = None) -> None:
+        """Queue a task; smaller priorities go first, first come first served within one.
+
+        Args:
+            nbytes: what it takes of the credit.
+            payload_nbytes: what it counts when it overtakes; default: as much.
+        """
+        self._turns.put(priority, nbytes if payload_nbytes is None else payload_nbytes, (owner, nbytes, task))
         self.queued_nbytes += nbytes
         self.num_queued += 1
         count = self._queued.setdefault(owner, [0, 0])
@@ -87,7 +94,7 @@ class Scheduler(Generic[Task]):
             return []
         self.num_overdrafts += 1
         self._overdraft_nbytes = max(2 * self._overdraft_nbytes, _FIRST_OVERDRAFT_NBYTES, self.credit_nbytes)
-        more_nbytes = max(self._overdraft_nbytes, self._turns.first()[1])
+        more_nbytes = max(self._overdraft_nbytes, self._turns.first()[1][1])
         self._limit_nbytes = max(self._limit_nbytes, self.in_flight_nbytes + more_nbytes)
         tasks = self._issue()
         self._limit_nbytes = max(self.in_flight_nbytes, self.credit_nbytes)  # what is submitted later must wait again
@@ -107,11 +114,12 @@ class Scheduler(Generic[Task]):
         tasks = []
         turns = self._turns
         while turns:
-            priority, nbytes = turns.first()
-            as_urgent_nbytes = self._as_urgent_nbytes(priority) if nbytes else 0
-            if as_urgent_nbytes and as_urgent_nbytes + nbytes > self._limit_nbytes:
-                break
-            owner, task = turns.take()
+            priority, (owner, nbytes, task) = turns.first()
+            if nbytes and not turns.is_due():
+                as_urgent_nbytes = self._as_urgent_nbytes(priority)
+                if as_urgent_nbytes and as_urgent_nbytes + nbytes > self._limit_nbytes:
+                    break
+            turns.take()
             self.in_flight_nbytes += nbytes
             self._add(priority, nbytes)
             self.queued_nbytes -= nbytes

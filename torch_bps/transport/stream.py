@@ -257,9 +257,11 @@ class StreamChannel:
                 elif got < target.nbytes:
                     self._sleep_until_due()
                     return
+        if not self._closed:
+            self._sleep_until_due()  # there may be more, and less than the last payload waited for
 
     def _sleep_until_due(self) -> None:
-        """Everything was read: a transport may say how much more must come before the loop wakes for it."""
+        """Reading pauses: a transport may say how much must be there before the loop wakes for it."""
 
     def _receive(self, target: memoryview) -> int:
         assert self._sock is not None

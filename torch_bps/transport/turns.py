@@ -50,15 +50,19 @@ class Turns(Generic[Item]):
         line.append((self._number, nbytes, item))
         self._number += 1
 
-    def first(self) -> tuple[int, int]:
-        """Return priority and size of the item whose turn it is. There must be one."""
-        priority = self._priorities[0] if self._overtaken_nbytes < PATIENCE_NBYTES else self._oldest_line()
-        return priority, self._lines[priority][0][1]
+    def first(self) -> tuple[int, Item]:
+        """Return the item whose turn it is, and its priority. There must be one."""
+        priority = self._oldest_line() if self.is_due() else self._priorities[0]
+        return priority, self._lines[priority][0][2]
+
+    def is_due(self) -> bool:
+        """Return whether it is the oldest item's turn because enough has overtaken it."""
+        return self._overtaken_nbytes >= PATIENCE_NBYTES
 
     def take(self) -> Item:
         """Take the item whose turn it is. There must be one."""
         priorities = self._priorities
-        priority = priorities[0] if self._overtaken_nbytes < PATIENCE_NBYTES else self._oldest_line()
+        priority = self._oldest_line() if self.is_due() else priorities[0]
         line = self._lines[priority]
         if len(priorities) > 1 and priority != self._oldest_line():
             self._overtaken_nbytes += max(line[0][1], _LEAST_NBYTES)
