@@ -8,9 +8,9 @@ earlier). One window over all engines, in order: windows per server let fast and
 Each priority has the whole window for itself and what is more urgent: a task that is less urgent takes no room from it.
 Else ranks that issued the same tasks at different times would wait for each other, one with its window full of early
 ones that are not urgent, the other full of urgent ones. So a process has at most one window a priority under way, and
-what is urgent goes at once. Nothing waits for ever: the oldest task goes when enough has overtaken it (transport.turns),
-whether there is room for it or not. Were it to wait for room, it would hold up all others, and ranks whose turns for
-it come at different moments would wait for each other.
+what is urgent goes at once. Nothing waits for ever: the oldest task goes when enough has overtaken it
+(transport.turns), whether there is room for it or not. Were it to wait for room, it would hold up all others, and ranks
+whose turns for it come at different moments would wait for each other.
 
 A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of group 1,
 whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back for a
