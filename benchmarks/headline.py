@@ -9,9 +9,10 @@
 
 The testbed: nodes of 8 V100, batch 64 a GPU, TCP at 20 Gb/s (published: ResNet50 +44 %, VGG16 +100 %). Here each
 node is a network namespace with one rank, which replays such a node's step (benchmarks/replay.py); each server is one
-too. Gradients are --divide times smaller; a link of --link-mbit stands for one of --gbps, and times are stretched so
-that communication is to computing what it is there. Figures are in the testbed's time. gloo's ring and ours take turns
-in one run. "vs limit" is the step over what torch_bps.theory allows for that configuration. Needs root and `ip`.
+too. Gradients and partitions are --divide times smaller; a link of --link-mbit stands for one of --gbps, and times are
+stretched so that communication is to computing what it is there. Figures are in the testbed's time. gloo's ring and
+ours take turns in one run. "vs limit" is the step over what torch_bps.theory allows for that configuration. Needs root
+and `ip`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ from benchmarks.cells import BUCKET_MB, CROSS, OURS, RING, TABLE, Cell, ablation
 from benchmarks.job import run_job
 from benchmarks.netlab import NetLab, why_not
 from benchmarks.replay import WARM_UP, Scale
+from torch_bps.config import Config
 from torch_bps.theory.architectures import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL_MBIT, MOST_MBIT = 4000, 500
-"""what two cores carry: over all hosts' links, and on one"""
+TOTAL_MBIT, MOST_MBIT = 2000, 250
+"""over all hosts' links, and on one: two cores carry twice that, but then a rank's copies show in its step"""
 START_S = 60.0
 PATIENCE = 4
 """times what theory gives, for a machine that is shared; then a job is ended"""
@@ -84,9 +86,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     kinds.add_argument("--curve", action="store_true", help=f"at {', '.join(f'{g:g}' for g in GBPS_OF_CURVE)} Gb/s")
     kinds.add_argument("--ablation", action="store_true", help="one mechanism less at a time")
     parser.add_argument("--timeline", action="store_true", help="record what one step does when")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=4, help="a turn, beside the first")
-    parser.add_argument("--divide", type=float, default=20.0, help="factor by which gradients are smaller")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
+    parser.add_argument("--steps", type=int, default=3, help="a turn, beside the first")
+    parser.add_argument("--divide", type=float, default=10.0, help="factor by which gradients and partitions are smaller")
     parser.add_argument("--link-mbit", type=int, default=0, help="rate of the emulated links; 0: what two cores carry")
     parser.add_argument("--bucket-mb", type=float, default=BUCKET_MB, help="DDP's bucket_cap_mb, as on the testbed")
     parser.add_argument("--lanes", type=int, default=2, help="BYTEPS_LANES")
@@ -145,7 +147,8 @@ def _run(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
 
         def env(rank: int) -> dict[str, str]:
             node_id = {} if cell.local_sum else {"BYTEPS_NODE_ID": f"rank{rank}"}
-            return {"BYTEPS_LANES": str(options.lanes), **cell.env, **node_id}
+            sizes = {"BYTEPS_PARTITION_BYTES": str(round(Config.partition_bytes / options.divide))}
+            return {"BYTEPS_LANES": str(options.lanes), **sizes, **cell.env, **node_id}
 
         with NetLab(hosts, link_mbit, flow_mbit=flow_mbit) as lab:
             code = run_job(

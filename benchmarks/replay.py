@@ -97,24 +97,40 @@ class _Work(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         layer: ReplayLayer = ctx.layer
         layer.device.compute("backward", layer.name, layer.backward_s)
-        return gradients[0], None, *(layer.gradient(parameter) for parameter in layer.parameters())
+        return gradients[0], None, *(layer.gradients.of(parameter) for parameter in layer.parameters())
+
+
+class Gradients:
+    """What the backward pass adds to parameters: `value`, or value + (index % 5), which shows what went astray.
+
+    All are cut from one tensor that is there already: making them would take the CPU longer than it takes a GPU.
+    """
+
+    def __init__(self, value: float, most_elements: int) -> None:
+        self._value = value
+        self._values = torch.full((most_elements,), value)
+
+    def set_patterned(self, patterned: bool) -> None:
+        """Choose what gradients are made of from now on."""
+        self._values.fill_(self._value)
+        if patterned:
+            self._values += pattern(self._values)
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a parameter, a view that autograd takes over without a copy."""
+        return self._values[: parameter.numel()].view(parameter.shape)
 
 
 class ReplayLayer(torch.nn.Module):
-    """One layer. Its parameters start at 0.
+    """One layer. Its parameters start at 0."""
 
-    A gradient is `value` everywhere, or, with `patterned`, value + (index % 5), which shows what went astray; that
-    takes the CPU longer.
-    """
-
-    def __init__(self, layer: Layer, device: Device, value: float) -> None:
+    def __init__(self, layer: Layer, device: Device, gradients: Gradients) -> None:
         super().__init__()
         self.name = layer.name
         self.forward_s = layer.forward_s
         self.backward_s = layer.backward_s
         self.device = device
-        self.patterned = False
-        self._value = torch.tensor(value)
+        self.gradients = gradients
         for number, shape in enumerate(layer.shapes):
             self.register_parameter(f"tensor{number}", torch.nn.Parameter(torch.zeros(shape)))
 
@@ -122,12 +138,6 @@ class ReplayLayer(torch.nn.Module):
         """Take the layer's time."""
         result: torch.Tensor = _Work.apply(signal, self, *self.parameters())
         return result
-
-    def gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return what this rank adds to a parameter's gradient."""
-        if self.patterned:
-            return self._value + pattern(parameter)
-        return self._value.expand(parameter.shape)
 
 
 class ReplayModel(torch.nn.Sequential):
@@ -138,12 +148,9 @@ class ReplayModel(torch.nn.Sequential):
     """
 
     def __init__(self, profile: Profile, device: Device, rank: int) -> None:
-        super().__init__(*(ReplayLayer(layer, device, rank + 1.0) for layer in profile.layers))
-
-    def set_patterned(self, patterned: bool) -> None:
-        """Choose what gradients are made of from now on."""
-        for layer in self:
-            layer.patterned = patterned
+        gradients = Gradients(rank + 1.0, max(math.prod(shape) for layer in profile.layers for shape in layer.shapes))
+        super().__init__(*(ReplayLayer(layer, device, gradients) for layer in profile.layers))
+        self.gradients = gradients
 
     def wrong(self, *, learning_rate: float, ranks: int, steps: int, patterned_steps: int) -> int:
         """Return how many elements plain gradient descent on averaged gradients would not have brought here."""

@@ -70,7 +70,7 @@ class Variant:
 
     def run(self, steps: int, *, patterned: bool = False) -> list[float]:
         """Train, all ranks beginning together; returns what each step but the first took."""
-        self._model.set_patterned(patterned)
+        self._model.gradients.set_patterned(patterned)
         dist.barrier()
         ends_s = []
         for number in range(steps):

@@ -33,7 +33,7 @@ def test_weights_are_checked_element_by_element() -> None:
     model = ReplayModel(TWO, Device(), rank=0)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for patterned in (True, False, False):
-        model.set_patterned(patterned)
+        model.gradients.set_patterned(patterned)
         optimizer.zero_grad()
         model(torch.ones(())).backward()
         optimizer.step()
