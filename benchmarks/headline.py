@@ -88,7 +88,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeline", action="store_true", help="record what one step does when")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=3, help="a turn, beside the first")
-    parser.add_argument("--divide", type=float, default=10.0, help="factor by which gradients and partitions are smaller")
+    parser.add_argument("--divide", type=float, default=10.0, help="how much smaller gradients and partitions are")
     parser.add_argument("--link-mbit", type=int, default=0, help="rate of the emulated links; 0: what two cores carry")
     parser.add_argument("--bucket-mb", type=float, default=BUCKET_MB, help="DDP's bucket_cap_mb, as on the testbed")
     parser.add_argument("--lanes", type=int, default=2, help="BYTEPS_LANES")
