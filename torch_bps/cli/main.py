@@ -12,6 +12,7 @@ usage: byteps COMMAND [options]
 commands:
   server    run a summation server (byteps server --help)
   bench     measure collectives, beside other backends (byteps bench --help)
+  tune      try settings on the cluster, and say which to put down (byteps tune --help)
   plan      what servers gain for so many nodes and links (byteps plan --help)
   version   print the version
 """
@@ -28,6 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
         from torch_bps.bench.__main__ import main as bench_main
 
         return bench_main(rest)
+    if command == "tune":
+        from torch_bps.bench.tune import main as tune_main
+
+        return tune_main(rest)
     if command == "plan":
         from torch_bps.cli.plan import main as plan_main
 
