@@ -24,7 +24,8 @@ import numpy as np
 from torch_bps.local import futex
 
 CHUNK_NBYTES: Final = 256 << 10
-"""for each rank: less and ranks wait for each other too often, more and what one wrote is out of cache"""
+"""of two ranks: less and they wait for each other too often, more and what one wrote is out of cache"""
+_LARGEST_CHUNK_NBYTES: Final = 4 << 20
 
 BELL, STAMPED, FINISHED, PUBLISHED, WANTS_SPACE, LEFT, BROKEN, _TEXT_LENGTH = range(8)
 GAVE_UP: Final = 8
@@ -39,8 +40,11 @@ def _up(nbytes: int, unit: int) -> int:
 
 
 def chunk_nbytes(size: int) -> int:
-    """Return the largest piece of a stream in a group of `size` ranks."""
-    return CHUNK_NBYTES * size if size > 2 else CHUNK_NBYTES
+    """Return the largest piece of a stream in a group of `size` ranks.
+
+    More than two cut a chunk among them, and may have to take turns on fewer cores: the shares are larger.
+    """
+    return min(2 * CHUNK_NBYTES * size, _LARGEST_CHUNK_NBYTES) if size > 2 else CHUNK_NBYTES
 
 
 def ring_nbytes(size: int) -> int:
