@@ -45,20 +45,27 @@ def test_the_smaller_priority_goes_first_and_the_earlier_one_within_it() -> None
     assert scheduler.ready() == ["b", "e", "d", "a", "c"]
 
 
-def test_an_urgent_task_needs_no_room_in_a_window_full_of_others() -> None:
-    scheduler = filled(2, [1, 1, 1, 1], priority=7)
+def test_urgent_tasks_go_beyond_a_window_full_of_others_up_to_a_quarter_of_the_credit() -> None:
+    scheduler = filled(8, [4, 4, 4], priority=7)
     assert scheduler.ready() == [0, 1]
-    for task in (97, 98, 99):
+    for task in (96, 97, 98, 99):
         scheduler.submit("urgent", -3, 1, task)
-    assert scheduler.ready() == [97, 98]
-    scheduler.done(1, 7)
-    assert scheduler.ready() == []  # the third is next, and its own window is full
-    scheduler.done(1, -3)
-    assert scheduler.ready() == [99]
-    scheduler.done(1, -3)
-    assert scheduler.ready() == []  # what is urgent counts in the windows of the others
+    assert scheduler.ready() == [96, 97]
+    scheduler.done(4, 7)
+    assert scheduler.ready() == [98, 99]  # now there is room in the window
+    for _ in range(3):
+        scheduler.done(1, -3)
+    assert scheduler.ready() == []
     scheduler.done(1, -3)
     assert scheduler.ready() == [2]
+
+
+def test_one_urgent_task_goes_beyond_a_full_window_however_large() -> None:
+    scheduler = filled(8, [8, 8], priority=7)
+    assert scheduler.ready() == [0]
+    scheduler.submit("urgent", -3, 50, 98)
+    scheduler.submit("urgent", -3, 1, 99)
+    assert scheduler.ready() == [98]
 
 
 def test_urgent_tasks_alone_get_the_credit_and_no_more() -> None:
