@@ -118,11 +118,8 @@ class Scheduler(Generic[Task]):
         turns = self._turns
         while turns:
             priority, (owner, nbytes, task) = turns.first()
-            if nbytes and not turns.is_due():
-                if self.in_flight_nbytes and self.in_flight_nbytes + nbytes > self._limit_nbytes:
-                    as_urgent_nbytes = self._as_urgent_nbytes(priority)
-                    if as_urgent_nbytes and as_urgent_nbytes + nbytes > self._limit_nbytes // _URGENT_SHARE:
-                        break
+            if not self._may_go(priority, nbytes):
+                break
             turns.take()
             self.in_flight_nbytes += nbytes
             self._add(priority, nbytes)
@@ -136,6 +133,16 @@ class Scheduler(Generic[Task]):
                 del self._queued[owner]
             tasks.append(task)
         return tasks
+
+    def _may_go(self, priority: int, nbytes: int) -> bool:
+        """Return whether the task whose turn it is has room, or needs none."""
+        in_flight_nbytes = self.in_flight_nbytes
+        if not nbytes or not in_flight_nbytes or in_flight_nbytes + nbytes <= self._limit_nbytes:
+            return True
+        if self._turns.is_due():
+            return True
+        as_urgent_nbytes = self._as_urgent_nbytes(priority)
+        return not as_urgent_nbytes or as_urgent_nbytes + nbytes <= self._limit_nbytes // _URGENT_SHARE
 
     def _as_urgent_nbytes(self, priority: int) -> int:
         """Return how much is under way that is as urgent, or more."""
