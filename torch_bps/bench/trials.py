@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ class Trials:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Be a rank of `byteps tune`; returns the exit code."""
+    """Be a rank of `byteps tune`; returns the exit code. Rank 0's arguments and settings count."""
     present = Config.load()
     dist.init_process_group("gloo", timeout=TIMEOUT)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -83,13 +84,15 @@ def tune(options: argparse.Namespace) -> int:
     dist.all_gather_object(hosts, present.node_id or topology.node_identity())
     say = print if rank == 0 else _say_nothing
     through_servers = len({*hosts}) > 1 or present.force_distributed or present.servers or present.num_servers
+    begin = {name: getattr(present, name) for name in VALUES}
+    agreed: list[Any] = [through_servers, begin, bucket_sizes(options.profile, options.megabytes)]
+    dist.broadcast_object_list(agreed, 0)  # hosts may have other settings, or another file
+    through_servers, begin, sizes = agreed
     if not through_servers:
         say("byteps tune: ranks of one host sum in shared memory, where these settings do nothing", file=sys.stderr)
         say("hint: run it on several hosts, or set BYTEPS_FORCE_DISTRIBUTED=1", file=sys.stderr)
         dist.destroy_process_group()
         return 0
-    begin = {name: getattr(present, name) for name in VALUES}
-    sizes = bucket_sizes(options.profile, options.megabytes)
     trials = Trials(sizes, options.seconds)
     rows: list[dict[str, float]] = []
     say(f"# {options.model}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} buckets, {size} ranks on {len({*hosts})} hosts")
