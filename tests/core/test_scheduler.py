@@ -45,22 +45,21 @@ def test_the_smaller_priority_goes_first_and_the_earlier_one_within_it() -> None
     assert scheduler.ready() == ["b", "e", "d", "a", "c"]
 
 
-def test_urgent_tasks_go_beyond_a_window_full_of_others_up_to_a_quarter_of_the_credit() -> None:
+def test_what_is_less_urgent_takes_room_only_beyond_one_and_a_half_windows() -> None:
     scheduler = filled(8, [4, 4, 4], priority=7)
     assert scheduler.ready() == [0, 1]
-    for task in (96, 97, 98, 99):
+    for task in range(90, 99):
         scheduler.submit("urgent", -3, 1, task)
-    assert scheduler.ready() == [96, 97]
+    assert scheduler.ready() == [90, 91, 92, 93]  # 12 are under way
+    scheduler.submit("more urgent", -4, 1, 100)
+    scheduler.submit("more urgent", -4, 2, 101)
+    assert scheduler.ready() == [100]  # a quarter of the credit, whatever is under way
     scheduler.done(4, 7)
-    assert scheduler.ready() == [98, 99]  # now there is room in the window
-    for _ in range(3):
-        scheduler.done(1, -3)
-    assert scheduler.ready() == []
-    scheduler.done(1, -3)
-    assert scheduler.ready() == [2]
+    assert scheduler.ready() == [101, 94]
+    assert scheduler.in_flight_nbytes == 12
 
 
-def test_one_urgent_task_goes_beyond_a_full_window_however_large() -> None:
+def test_one_urgent_task_goes_beyond_full_windows_however_large() -> None:
     scheduler = filled(8, [8, 8], priority=7)
     assert scheduler.ready() == [0]
     scheduler.submit("urgent", -3, 50, 98)

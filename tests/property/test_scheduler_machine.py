@@ -1,9 +1,9 @@
 """The scheduler under any interleaving of submit, ready, done, stalled and cancel, against a sorted list.
 
-No task is lost or issued twice, the most urgent goes first unless the oldest was overtaken by enough, the credit holds
-but for what is urgent, and that has a quarter of it, unless a stall overdrew it or the oldest is due, and nothing waits
-that could go. Ranks that issue the same tasks in different orders always come to an end, and without a stall if they
-agree on what is urgent.
+No task is lost or issued twice, the most urgent goes first unless the oldest was overtaken by enough, the credit
+holds for each priority and what is more urgent (and half as much again for all) unless a stall overdrew it or the
+oldest is due, and nothing waits that could go. Ranks that issue the same tasks in different orders always come to an
+end, and without a stall if they agree on what is urgent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torch_bps.core.scheduler import Scheduler
+from torch_bps.core.scheduler import Scheduler, total_nbytes, urgent_nbytes
 from torch_bps.transport.turns import PATIENCE_NBYTES
 from torch_bps.wire.header import URGENT
 
@@ -68,7 +68,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             or not in_flight
             or in_flight + entry[3] <= allowed_nbytes
             or not as_urgent
-            or as_urgent + entry[3] <= allowed_nbytes // 4
+            or as_urgent + entry[3] <= urgent_nbytes(allowed_nbytes)
+            or (as_urgent + entry[3] <= allowed_nbytes and in_flight + entry[3] <= total_nbytes(allowed_nbytes))
         )
 
     def as_urgent_nbytes(self, than: int) -> int:

@@ -5,13 +5,17 @@
 Credit counts until the *result* is back (ByteScheduler, SOSP'19, section 4; the original BytePS gave it back
 earlier). One window over all engines, in order: windows per server let fast and slow ones drift apart and cost 30 %.
 
-What is more urgent than a full window goes beyond it, up to a quarter of the credit: tasks that are less urgent take no
-room from that quarter. Else ranks that issued the same tasks at different times would wait for each other, one with its
-window full of early ones that are not urgent, the other full of urgent ones. With more than a quarter a rank that is
-ahead fills the servers' links with what the others cannot match yet, and delays just them (BERT-large, 4+4: a quarter
-1.05 times what the link allows, a half 1.07, the whole credit 1.10). Nothing waits for ever: the oldest task goes when
-enough has overtaken it (transport.turns), whether there is room for it or not. Were it to wait for room, it would hold
-up all others, and ranks whose turns for it come at different moments would wait for each other.
+A task that is less urgent takes no room of the window, but all together have one and a half windows at most; even
+then what is more urgent may go, up to a quarter of the credit. Else ranks that issued the same tasks at different
+times would wait for each other, one with its window full of early ones that are not urgent, the other full of urgent
+ones. In units of what the link allows (VGG16 at 5 Gb/s, BERT-large at 20, 4+4, cross-barrier): so 1.01, 1.04. One
+window for all, and the quarter beyond: 1.06 to 1.24, 1.05, since early tasks lie in it that other ranks have not come
+to, and do not come to while something is more urgent. A window for each priority, without a bound: 1.01, 1.10, since
+a rank that is ahead fills the servers' links with what the others cannot match yet, and delays just them.
+
+Nothing waits for ever: the oldest task goes when enough has overtaken it (transport.turns), whether there is room for
+it or not. Were it to wait for room, it would hold up all others, and ranks whose turns for it come at different
+moments would wait for each other.
 
 A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of group 1,
 whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back for a
@@ -31,15 +35,23 @@ from torch_bps.transport.turns import Turns
 Task = TypeVar("Task")
 
 _FIRST_OVERDRAFT_NBYTES = 1 << 20
-_URGENT_SHARE = 4
-"""what is urgent has this part of the credit for itself"""
+
+
+def urgent_nbytes(limit_nbytes: int) -> int:
+    """Return how much may be under way that is as urgent as the next task, whatever else is."""
+    return limit_nbytes // 4
+
+
+def total_nbytes(limit_nbytes: int) -> int:
+    """Return how much may be under way, of all priorities, before only that is left."""
+    return limit_nbytes * 3 // 2
 
 
 class Scheduler(Generic[Task]):
     """Thread safety: one thread.
 
     Args:
-        credit_nbytes: how much may be under way.
+        credit_nbytes: how much may be under way that is as urgent as the next task, or more.
     """
 
     def __init__(self, credit_nbytes: int) -> None:
@@ -142,7 +154,11 @@ class Scheduler(Generic[Task]):
         if self._turns.is_due():
             return True
         as_urgent_nbytes = self._as_urgent_nbytes(priority)
-        return not as_urgent_nbytes or as_urgent_nbytes + nbytes <= self._limit_nbytes // _URGENT_SHARE
+        if not as_urgent_nbytes:
+            return True
+        least_nbytes = urgent_nbytes(self._limit_nbytes)
+        all_fit = in_flight_nbytes + nbytes <= total_nbytes(self._limit_nbytes)
+        return as_urgent_nbytes + nbytes <= (self._limit_nbytes if all_fit else least_nbytes)
 
     def _as_urgent_nbytes(self, priority: int) -> int:
         """Return how much is under way that is as urgent, or more."""
