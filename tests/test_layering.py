@@ -48,7 +48,7 @@ OURS = {
     },
     "local": {"errors.py", "wire", "transport", "local"},
     "backend": {"errors.py", "topology.py", "config.py", "wire", "core", "backend", "__init__.py"},
-    "bench": {"topology.py", "config.py", "bench", "__init__.py"},
+    "bench": {"errors.py", "topology.py", "config.py", "theory", "bench", "__init__.py"},
     "theory": {"errors.py", "core", "theory"},
     "cli": {"errors.py", "config.py", "server", "core", "bench", "theory", "cli", "__init__.py"},
     "data": set(),

@@ -13,7 +13,6 @@ A rank that gives an operation up says so on its board; it passes over what late
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -34,8 +33,6 @@ log = logging.getLogger("torch_bps.local")
 
 _DRAIN_S: Final = 10.0
 _FAIL_S: Final = 2.0
-_SPIN_S: Final = 20e-6
-"""less than it takes to sleep and be woken; longer made nothing faster"""
 
 
 class _GivenUp(Exception):
@@ -74,8 +71,6 @@ class Lane:
         self._who = who
         self._name = name
         self._stall_warning_s = stall_warning_s
-        self._spins = self.size <= len(os.sched_getaffinity(0))
-        """each rank has a core: who waits may look a while before it sleeps"""
         self._on_broken = on_broken
         self._on_end = on_end
         self._boards = [Board(memory, self.size) for memory in memories]
@@ -333,11 +328,8 @@ class Lane:
         """Return when a word of a peer's board is at least `value`; raise what makes that impossible."""
         board = self._boards[peer]
         words = board.words
-        if self._spins:
-            until_s = time.perf_counter() + _SPIN_S
-            while time.perf_counter() < until_s:
-                if words[word] >= value:
-                    return
+        if self.size <= futex.NUM_CORES and futex.look(words, word, value):
+            return
         while True:
             bell, left = words[BELL], words[LEFT]
             if words[word] >= value:
@@ -371,10 +363,8 @@ class Lane:
             )
         if now_s - self._warn_s >= self._stall_warning_s:
             self._warn_s = now_s
-            log.warning(
-                "%s: %s has been waiting for %.0f s%s", self._who, operation.label, now_s - self._started_s,
-                self._missing_text(),
-            )  # fmt: skip
+            waited_s, missing = now_s - self._started_s, self._missing_text()
+            log.warning("%s: %s has been waiting for %.0f s%s", self._who, operation.label, waited_s, missing)
         if self._stamped and not self._agreed and now_s - self._started_s > futex.SLICE_S:
             self._check_those_here(sequence)
 
