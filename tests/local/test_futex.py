@@ -6,7 +6,6 @@ import time
 
 from torch_bps.local import futex
 
-
 WORDS = memoryview((7).to_bytes(8, "little") * 2).cast("Q")
 
 
