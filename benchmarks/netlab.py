@@ -7,8 +7,10 @@
     python benchmarks/netlab.py --hosts 4 --rate 500 -- \\
         torchrun --nnodes 4 --node-rank {host} --master-addr {host0} --nproc-per-node 1 examples/train_digits.py
 
-A link passes its rate in both directions at once: a token bucket (tbf) at either end of each host's veth pair. TCP uses
-reno: bbr, the default of some kernels, falls apart when several hosts send to one. A bucket lets its burst (128 KiB)
+A link passes its rate in both directions at once: a token bucket (tbf) at either end of each host's veth pair. What
+goes to a host waits 50 ms at most and is then dropped, as at a switch's port. What leaves a host is not, up to 16 MiB:
+its own queue is longer than what TCP puts into it (a thousand packets, of up to 64 KiB before the card cuts them). TCP
+uses reno: bbr, the default of some kernels, falls apart when several hosts send to one. A bucket lets its burst (128 KiB)
 through at once: look at bandwidth from 4 MiB on, at latency up to 64 KiB. Goodput is 95 to 96 % of the rate.
 
 Clouds cap what one TCP connection may carry: with `flow_mbit` each host sends through one of 256 classes (htb) of that
@@ -37,6 +39,8 @@ from types import TracebackType
 COMMAND_TIMEOUT_S = 20
 BURST_BYTES = 128 << 10
 """of a token bucket; less than this and the kernel's large segments do not fit into it"""
+_SWITCH = ("latency", "50ms")
+_SENDER = ("limit", str(16 << 20))
 _numbers = itertools.count()
 
 
@@ -138,11 +142,11 @@ class NetLab:
         _call(*in_host, "addr", "add", f"{host.ipv6_of(link)}/64", "dev", device, "nodad")
         _call(*in_host, "link", "set", device, "up")
         if self._rate_mbit:
-            _limit(self._hub, port, self._rate_mbit)
+            _limit(self._hub, port, self._rate_mbit, _SWITCH)
             if self._flow_mbit:
                 _limit_flows(host.name, device, self._rate_mbit, self._flow_mbit)
             else:
-                _limit(host.name, device, self._rate_mbit)
+                _limit(host.name, device, self._rate_mbit, _SENDER)
 
 
 @functools.cache
@@ -159,9 +163,9 @@ def why_not() -> str:
         return f"no network namespaces: {getattr(error, 'stderr', '') or error}"
 
 
-def _limit(namespace: str, device: str, rate_mbit: int) -> None:
-    """Let a device send no faster than `rate_mbit`."""
-    bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST_BYTES), "latency", "50ms")
+def _limit(namespace: str, device: str, rate_mbit: int, queue: tuple[str, str]) -> None:
+    """Let a device send no faster than `rate_mbit`; `queue` says how much may wait."""
+    bucket = ("tbf", "rate", f"{rate_mbit}mbit", "burst", str(BURST_BYTES), *queue)
     _call("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *bucket)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from torch_bps.core.failures import HINTS, missing_text, named, remember
 from torch_bps.core.flight import Flight, FlightId, Task, TensorBuffer, answered_key
 from torch_bps.core.link import Link
+from torch_bps.core.patience import Patience
 from torch_bps.core.plan import plan_other_parts
 from torch_bps.core.scheduler import Scheduler
 from torch_bps.core.traffic import Traffic
@@ -34,7 +35,6 @@ from torch_bps.wire.header import DONE, Header
 log = logging.getLogger("torch_bps.core")
 
 _SWEEP_S = 0.2
-_STALL_S = 0.05
 
 
 class Client:
@@ -62,6 +62,7 @@ class Client:
         self.traffic = Traffic()
         self.who = who
         self._scheduler: Scheduler[Task] = Scheduler(credit_nbytes)
+        self._patience = Patience()
         self._flights: dict[FlightId, list[Flight]] = {}
         self._failed: dict[FlightId, None] = {}
         """the last ones: answers that are still on their way are dropped"""
@@ -120,7 +121,7 @@ class Client:
         if self._scheduler.queued_nbytes and not self._stall_timer:
             self._stall_timer = True
             self._issued_at_stall = self.traffic.results
-            self.reactor.call_later(_STALL_S, self._check_stall)
+            self.reactor.call_later(self._patience.seconds, self._check_stall)
 
     def _issue(self, task: Task) -> None:
         link = task.link
@@ -134,6 +135,7 @@ class Client:
             return
         link.tasks[task.key] = task
         flight.outstanding.add(task)
+        task.issued_s = time.monotonic()
         push = task.push
         if push is None:
             link.send(task.header, None)
@@ -145,6 +147,7 @@ class Client:
         """Nothing came back for a while though tasks wait: let some go beyond the credit (core.scheduler.stalled)."""
         self._stall_timer = False
         if self.traffic.results == self._issued_at_stall and self._scheduler.queued_nbytes and self._may_deadlock():
+            self._patience.stalled(time.monotonic())
             for task in self._scheduler.stalled():
                 self._issue(task)
         self._pump()
@@ -159,6 +162,7 @@ class Client:
         self.traffic.results += 1
         if task.credit_nbytes:
             self._scheduler.done(task.credit_nbytes, task.flight.priority)
+            self._patience.result(task.issued_s, time.monotonic())
         del task.link.tasks[task.key]
         flight.outstanding.discard(task)
         flight.remaining -= 1

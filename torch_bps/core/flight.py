@@ -41,7 +41,7 @@ class Task:
     `key` is what the answer is found by; `credit_nbytes` what it counts while under way.
     """
 
-    __slots__ = ("credit_nbytes", "flight", "header", "into", "key", "link", "push", "receiving")
+    __slots__ = ("credit_nbytes", "flight", "header", "into", "issued_s", "key", "link", "push", "receiving")
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class Task:
         self.into = into
         self.key = key
         self.credit_nbytes = credit_nbytes
+        self.issued_s = 0.0
         self.receiving: TensorBuffer | None = None
         """what its result is being received into"""
 

@@ -1,0 +1,46 @@
+"""How long without a result is a stall: from how long results take, and not from what a stall delayed."""
+
+from torch_bps.core.patience import LEAST_S, MOST_S, Patience
+
+
+def steady(patience: Patience, latency_s: float, results: int, begin_s: float = 0.0) -> float:
+    now_s = begin_s
+    for number in range(results):
+        now_s = begin_s + 0.01 * number + latency_s
+        patience.result(now_s - latency_s, now_s)
+    return now_s
+
+
+def test_what_comes_back_at_once_leaves_the_least() -> None:
+    patience = Patience()
+    steady(patience, 0.002, 100)
+    assert patience.seconds == LEAST_S
+
+
+def test_a_slow_link_is_not_a_stall() -> None:
+    patience = Patience()
+    steady(patience, 0.2, 100)
+    assert 0.35 < patience.seconds < 0.45
+
+
+def test_no_more_than_the_most() -> None:
+    patience = Patience()
+    steady(patience, 20.0, 100)
+    assert patience.seconds == MOST_S
+
+
+def test_what_was_under_way_during_a_stall_does_not_make_the_next_one_longer() -> None:
+    patience = Patience()
+    now_s = steady(patience, 0.01, 100)
+    for _ in range(10):
+        issued_s, now_s = now_s, now_s + patience.seconds
+        patience.stalled(now_s)
+        patience.result(issued_s, now_s + 0.001)
+    assert patience.seconds == LEAST_S
+
+
+def test_it_forgets_what_was_slow() -> None:
+    patience = Patience()
+    now_s = steady(patience, 0.5, 100)
+    steady(patience, 0.002, 50, now_s)
+    assert patience.seconds == LEAST_S
