@@ -9,9 +9,9 @@
 
 A link passes its rate in both directions at once: a token bucket (tbf) at either end of each host's veth pair. What
 goes to a host waits 50 ms at most and is then dropped, as at a switch's port. What leaves a host is not, up to 16 MiB:
-its own queue is longer than what TCP puts into it (a thousand packets, of up to 64 KiB before the card cuts them). TCP
-uses reno: bbr, the default of some kernels, falls apart when several hosts send to one. A bucket lets its burst (128 KiB)
-through at once: look at bandwidth from 4 MiB on, at latency up to 64 KiB. Goodput is 95 to 96 % of the rate.
+its own queue is longer than what TCP puts into it (a thousand packets, of up to 64 KiB before the card cuts them).
+TCP uses reno: bbr, the default of some kernels, falls apart when several hosts send to one. A bucket lets its burst
+(128 KiB) through at once: look at bandwidth from 4 MiB on, at latency up to 64 KiB. Goodput is 95 to 96 % of the rate.
 
 Clouds cap what one TCP connection may carry: with `flow_mbit` each host sends through one of 256 classes (htb) of that
 rate, picked by bits of the receiver's address and of both ports (IPv4 only). Two connections that agree in all of these
