@@ -438,6 +438,10 @@ def test_a_fixed_port_has_data_beside_it() -> None:
         server.ends()
 
 
+def test_it_says_that_other_hosts_cannot_reach_it(server: Server) -> None:
+    assert "--host" in server.wait_for("only ranks of this host")
+
+
 def test_it_listens_at_several_addresses() -> None:
     with Server("--host", "127.0.0.1, 127.0.0.2") as server:
         found = re.findall(r"(zmq|tcp)://([^:]+):(\d+)", server.wait_for("ready at"))

@@ -119,6 +119,7 @@ class Server:
             address = topology.join_address(topology.host_label(), topology.split_address(address)[1])
         self.announcement = announcement.Announcement(address, name, topology.host_label())
         self._endpoint = endpoint
+        self._is_local = all(topology.is_loopback(host) for host in hosts)
 
     def _listen(self, scheme: str, where: str) -> Listener:
         listener: Listener = self._transports[scheme].listen(self.reactor, where, self.service.accept)
@@ -146,6 +147,8 @@ class Server:
             )
         log.info("server %s ready at %s (also %s)", self.service.name[:8], self.announcement.address,
                  ", ".join(self.service.endpoints))  # fmt: skip
+        if self._is_local and not options.parent:
+            log.info("only ranks of this host can reach it; --host ADDRESS lets others in")
         if options.ready_fd >= 0:
             os.write(options.ready_fd, announcement.encode(self.announcement).encode() + b"\n")
             os.close(options.ready_fd)

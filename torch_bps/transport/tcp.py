@@ -20,8 +20,8 @@ from torch_bps.transport.stream_listener import StreamListener
 UNSENT_NBYTES: Final = 128 << 10
 """what a socket takes beyond what is on its way: the rest waits in the channel, where what is urgent overtakes it"""
 _CONNECT_TIMEOUT_S: Final = 10.0
-_WAKE_NBYTES: Final = 65536
-"""of a payload: for less the loop does not wake; more would begin to delay what comes after it"""
+_WAKE_NBYTES: Final = 256 << 10
+"""of a payload: for less the loop does not wake; with more, sockets would hold more memory than they save time"""
 _BACKLOG: Final = 1024
 _RESET: Final = struct.pack("ii", 1, 0)
 
