@@ -45,18 +45,20 @@ def test_the_smaller_priority_goes_first_and_the_earlier_one_within_it() -> None
     assert scheduler.ready() == ["b", "e", "d", "a", "c"]
 
 
-def test_what_is_less_urgent_takes_room_only_beyond_one_and_a_half_windows() -> None:
+def test_what_is_less_urgent_takes_room_only_beyond_two_and_a_half_windows() -> None:
     scheduler = filled(8, [4, 4, 4], priority=7)
     assert scheduler.ready() == [0, 1]
+    scheduler.submit("sooner", 5, 8, 80)
+    assert scheduler.ready() == [80]
     for task in range(90, 99):
         scheduler.submit("urgent", -3, 1, task)
-    assert scheduler.ready() == [90, 91, 92, 93]  # 12 are under way
+    assert scheduler.ready() == [90, 91, 92, 93]  # 20 are under way
     scheduler.submit("more urgent", -4, 1, 100)
     scheduler.submit("more urgent", -4, 2, 101)
     assert scheduler.ready() == [100]  # a quarter of the credit, whatever is under way
     scheduler.done(4, 7)
     assert scheduler.ready() == [101, 94]
-    assert scheduler.in_flight_nbytes == 12
+    assert scheduler.in_flight_nbytes == 20
 
 
 def test_one_urgent_task_goes_beyond_full_windows_however_large() -> None:
