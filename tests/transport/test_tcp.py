@@ -359,7 +359,7 @@ def test_a_fixed_port_can_be_used_again_at_once() -> None:
 
 
 def test_a_large_payload_wakes_the_loop_once_for_many_segments(rig: Rig, stranger: socket.socket) -> None:
-    nbytes, piece = 8 * 65536, bytes(1024)
+    nbytes, piece = 8 * tcp._WAKE_NBYTES, bytes(1024)
     end = rig.accepted[0]
     wakes = []
     on_events = end.channel._on_events
@@ -370,7 +370,7 @@ def test_a_large_payload_wakes_the_loop_once_for_many_segments(rig: Rig, strange
         stranger.sendall(piece)
         rig.server_reactor.run_once()
     rig.until(lambda: end.log.frames, "payload")
-    assert len(wakes) <= 2 * nbytes // 65536
+    assert len(wakes) <= 2 * 8
     stranger.sendall(Header(PUSH, sequence=1).pack())  # the smallest frame wakes it at once
     rig.until(lambda: len(end.log.frames) == 2, "next frame")
 

@@ -1,0 +1,96 @@
+"""When the client takes waiting for a stall; over a fake link and clock. All else of it meets real services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torch_bps.core import client as module
+from torch_bps.core.client import Client
+from torch_bps.core.flight import Flight, Task
+from torch_bps.wire.header import DONE, PUSH, Header, key_of
+
+NBYTES, WINDOW = 10, 4
+
+
+class Clock:
+    """Stands in for the reactor and for the clock."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self._due: list[tuple[float, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> None:
+        self._due.append((self.now_s + delay_s, function))
+
+    def wait(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while due := [entry for entry in self._due if entry[0] <= end_s]:
+            first = min(due, key=lambda entry: entry[0])
+            self._due.remove(first)
+            self.now_s = first[0]
+            first[1]()
+        self.now_s = end_s
+
+
+class Job:
+    """A client, one service, and operations of 8 partitions where 4 may be under way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.clock.monotonic))
+        reactor: Any = self.clock
+        self.client = Client(
+            reactor, credit_nbytes=WINDOW * NBYTES, heartbeat_timeout_s=0.0, stall_warning_s=1e9, who="a test"
+        )
+        self.under_way: list[Header] = []
+        self.link: Any = SimpleNamespace(
+            closed=None, tasks={}, transport="tcp", send=lambda header, buffer: self.under_way.append(header)
+        )
+
+    def start(self, sequence: int, priority: int) -> None:
+        group: Any = SimpleNamespace(broken=None, id=1)
+        operation: Any = SimpleNamespace(name="all_reduce")
+        flight = Flight(group, (1, 0, sequence), f"#{sequence}", priority, lambda error: None, operation)
+        flight.deadline_s = 1e9
+        for part in range(8):
+            header = Header(PUSH, group=1, sequence=sequence, part=part)
+            flight.tasks.append(Task(flight, self.link, header, None, None, key_of(header), NBYTES))
+        self.client.start(flight)
+
+    def answer_all(self, after_s: float) -> None:
+        while self.under_way:
+            self.clock.wait(after_s)
+            for header in [*self.under_way]:
+                self.under_way.remove(header)
+                self.client.on_result(self.link, header._replace(frame=DONE), None)
+
+
+def test_nothing_back_for_a_moment_is_a_stall_where_results_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.start(1, priority=0)
+    job.answer_all(after_s=0.001)
+    job.start(2, priority=0)
+    job.start(3, priority=5)
+    assert len(job.under_way) == WINDOW
+    job.clock.wait(0.12)
+    assert len(job.under_way) > WINDOW
+
+
+def test_it_is_none_where_results_take_that_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    for sequence in range(1, 9):
+        job.start(sequence, priority=0)
+        job.answer_all(after_s=0.2)
+    job.start(10, priority=0)
+    job.start(11, priority=5)
+    job.clock.wait(0.25)
+    assert len(job.under_way) == WINDOW
+    job.clock.wait(2.0)  # but no wait is for ever
+    assert len(job.under_way) > WINDOW
