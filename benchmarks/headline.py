@@ -155,6 +155,7 @@ def _run(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
                 lab, command, nodes=cell.nodes, servers=cell.servers, ranks_per_node=cell.ranks_per_node, env=env,
                 timeout_s=timeout_s,
             )  # fmt: skip
+            dropped = sum(sum(lab.drops(host)) for host in range(hosts))
         if not output.exists():
             raise RuntimeError(f"exit code {code}, no result")
         rows = json.loads(output.read_text())
@@ -168,6 +169,7 @@ def _run(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "cell": {**asdict(cell), "link_mbit": link_mbit, "lanes": lanes, "bucket_mb": options.bucket_mb},
         "scale": asdict(scale),
+        "dropped": dropped,
         "rows": rows,
         **({"timeline": events} if options.timeline else {}),
     }
@@ -190,6 +192,7 @@ def table(result: dict[str, Any]) -> list[str]:
             f"{row['images_per_s']:>10.0f}{gain:>7}{most:>8}{row['limit_s'] * 1e3:>12.1f}"
             f"{row['step_s'] / row['limit_s']:>9.2f}x{row['wrong']:>8}"
         )
+    lines.append(f"# links dropped {result['dropped']} packets")
     return lines
 
 

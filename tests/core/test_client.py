@@ -54,13 +54,13 @@ class Job:
             closed=None, tasks={}, transport="tcp", send=lambda header, buffer: self.under_way.append(header)
         )
 
-    def start(self, sequence: int, priority: int) -> None:
-        group: Any = SimpleNamespace(broken=None, id=1)
+    def start(self, sequence: int, priority: int = 0, group_id: int = 1) -> None:
+        group: Any = SimpleNamespace(broken=None, id=group_id)
         operation: Any = SimpleNamespace(name="all_reduce")
-        flight = Flight(group, (1, 0, sequence), f"#{sequence}", priority, lambda error: None, operation)
+        flight = Flight(group, (group_id, 0, sequence), f"#{sequence}", priority, lambda error: None, operation)
         flight.deadline_s = 1e9
         for part in range(8):
-            header = Header(PUSH, group=1, sequence=sequence, part=part)
+            header = Header(PUSH, group=group_id, sequence=sequence, part=part)
             flight.tasks.append(Task(flight, self.link, header, None, None, key_of(header), NBYTES))
         self.client.start(flight)
 
@@ -74,23 +74,47 @@ class Job:
 
 def test_nothing_back_for_a_moment_is_a_stall_where_results_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch)
-    job.start(1, priority=0)
+    job.start(1)
     job.answer_all(after_s=0.001)
-    job.start(2, priority=0)
-    job.start(3, priority=5)
+    job.start(2)
+    job.start(1, group_id=2)
     assert len(job.under_way) == WINDOW
-    job.clock.wait(0.12)
+    job.clock.wait(0.2)
     assert len(job.under_way) > WINDOW
 
 
 def test_it_is_none_where_results_take_that_long(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch)
     for sequence in range(1, 9):
-        job.start(sequence, priority=0)
+        job.start(sequence)
         job.answer_all(after_s=0.2)
-    job.start(10, priority=0)
-    job.start(11, priority=5)
+    job.start(10)
+    job.start(1, group_id=2)
     job.clock.wait(0.25)
     assert len(job.under_way) == WINDOW
     job.clock.wait(2.0)  # but no wait is for ever
     assert len(job.under_way) > WINDOW
+
+
+@pytest.mark.parametrize(("priority", "stalls"), [(0, False), (5, True)])
+def test_within_a_group_only_priorities_that_differ_make_a_stall_and_a_late_one(
+    monkeypatch: pytest.MonkeyPatch, priority: int, stalls: bool
+) -> None:
+    job = Job(monkeypatch)
+    job.start(1)
+    job.start(2, priority)
+    job.clock.wait(0.9)
+    assert len(job.under_way) == WINDOW
+    job.clock.wait(1.2)
+    assert (len(job.under_way) > WINDOW) == stalls
+
+
+def test_a_result_begins_the_wait_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    job.start(1)
+    job.start(1, group_id=2)
+    for _ in range(5):
+        job.clock.wait(0.04)
+        header = job.under_way.pop(0)
+        job.client.on_result(job.link, header._replace(frame=DONE), None)
+        assert len(job.under_way) == WINDOW

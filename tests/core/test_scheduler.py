@@ -45,20 +45,21 @@ def test_the_smaller_priority_goes_first_and_the_earlier_one_within_it() -> None
     assert scheduler.ready() == ["b", "e", "d", "a", "c"]
 
 
-def test_what_is_less_urgent_takes_room_only_beyond_two_and_a_half_windows() -> None:
+def test_what_is_less_urgent_takes_room_only_beyond_four_windows() -> None:
     scheduler = filled(8, [4, 4, 4], priority=7)
     assert scheduler.ready() == [0, 1]
-    scheduler.submit("sooner", 5, 8, 80)
-    assert scheduler.ready() == [80]
+    for priority, nbytes in ((6, 8), (5, 8), (4, 4)):
+        scheduler.submit("sooner", priority, nbytes, priority)
+        assert scheduler.ready() == [priority]
     for task in range(90, 99):
         scheduler.submit("urgent", -3, 1, task)
-    assert scheduler.ready() == [90, 91, 92, 93]  # 20 are under way
+    assert scheduler.ready() == [90, 91, 92, 93]  # 32 are under way
     scheduler.submit("more urgent", -4, 1, 100)
     scheduler.submit("more urgent", -4, 2, 101)
     assert scheduler.ready() == [100]  # a quarter of the credit, whatever is under way
     scheduler.done(4, 7)
     assert scheduler.ready() == [101, 94]
-    assert scheduler.in_flight_nbytes == 20
+    assert scheduler.in_flight_nbytes == 32
 
 
 def test_one_urgent_task_goes_beyond_full_windows_however_large() -> None:

@@ -9,13 +9,14 @@ deadline, or the runtime's end. Must not know torch, Stores or tensors.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
 from torch_bps.core.failures import HINTS, missing_text, named, remember
 from torch_bps.core.flight import Flight, FlightId, Task, TensorBuffer, answered_key
 from torch_bps.core.link import Link
-from torch_bps.core.patience import Patience
+from torch_bps.core.patience import MOST_S, Patience
 from torch_bps.core.plan import plan_other_parts
 from torch_bps.core.scheduler import Scheduler
 from torch_bps.core.traffic import Traffic
@@ -71,8 +72,9 @@ class Client:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._stall_warning_s = stall_warning_s
         self._sweeping = False
-        self._stall_timer = False
-        self._issued_at_stall = -1
+        self._watching = False
+        self._results_seen = 0
+        self._silent_since_s = 0.0
         self._heartbeat_s = time.monotonic()
         self.closed: BytePSError | None = None
         self.on_broken: Callable[[int, BytePSError], None] = lambda group, error: None
@@ -118,10 +120,14 @@ class Client:
     def _pump(self) -> None:
         for task in self._scheduler.ready():
             self._issue(task)
-        if self._scheduler.queued_nbytes and not self._stall_timer:
-            self._stall_timer = True
-            self._issued_at_stall = self.traffic.results
-            self.reactor.call_later(self._patience.seconds, self._check_stall)
+        if self._scheduler.queued_nbytes and not self._watching:
+            self._silent_since_s = time.monotonic()
+            self._watch()
+
+    def _watch(self) -> None:
+        self._watching = True
+        self._results_seen = self.traffic.results
+        self.reactor.call_later(self._patience.seconds, self._check_stall)
 
     def _issue(self, task: Task) -> None:
         link = task.link
@@ -145,17 +151,31 @@ class Client:
 
     def _check_stall(self) -> None:
         """Nothing came back for a while though tasks wait: let some go beyond the credit (core.scheduler.stalled)."""
-        self._stall_timer = False
-        if self.traffic.results == self._issued_at_stall and self._scheduler.queued_nbytes and self._may_deadlock():
-            self._patience.stalled(time.monotonic())
+        self._watching = False
+        if not self._scheduler.queued_nbytes:
+            return
+        now_s = time.monotonic()
+        if self.traffic.results != self._results_seen:
+            self._silent_since_s = now_s
+        elif now_s - self._silent_since_s >= self._stall_s():
+            self._silent_since_s = now_s
+            self._patience.stalled(now_s)
             for task in self._scheduler.stalled():
                 self._issue(task)
+        self._watch()
         self._pump()
 
-    def _may_deadlock(self) -> bool:
-        """Whether ranks may take operations in different orders; else all wait for a late one, within the credit."""
-        kinds = {(id[0], id[1], flights[0].priority) for id, flights in self._flights.items() if flights[0].operation}
-        return len(kinds) > 1
+    def _stall_s(self) -> float:
+        """Return for how long nothing may come back.
+
+        Operations of several groups may be taken in different orders on each rank, and then only a stall helps. Those
+        of one group that differ in priority are not, unless a caller gives the same operation another priority on each
+        rank. All others wait for a late rank, within the credit.
+        """
+        operations = [(id[:2], flights[0].priority) for id, flights in self._flights.items() if flights[0].operation]
+        if len({group for group, _ in operations}) > 1:
+            return self._patience.seconds
+        return MOST_S if len({priority for _, priority in operations}) > 1 else math.inf
 
     def _complete(self, task: Task) -> None:
         flight = task.flight

@@ -5,15 +5,14 @@
 Credit counts until the *result* is back (ByteScheduler, SOSP'19, section 4; the original BytePS gave it back
 earlier). One window over all engines, in order: windows per server let fast and slow ones drift apart and cost 30 %.
 
-A task that is less urgent takes no room of the window, but all together have two and a half windows at most; even
-then what is more urgent may go, up to a quarter of the credit. Else ranks that issued the same tasks at different
-times would wait for each other, one with its window full of early ones that are not urgent, the other full of urgent
-ones. In units of what the link allows (VGG16 at 5 Gb/s, BERT-large at 20, 4+4, cross-barrier): so 1.01, 1.04. One
-window for all, and the quarter beyond: 1.06 to 1.24, 1.05, since early tasks lie in it that other ranks have not come
-to, and do not come to while something is more urgent. A window for each priority, without a bound: 1.01, 1.10, since
-a rank that is ahead fills the servers' links with what the others cannot match yet, and delays just them. With many
-priorities (BERT-large: 37 buckets) what other ranks have not come to piles up: one and a half windows in all 1.13 with
-8+8 and 1.05 with 4+4, two and a half 1.07 and 1.04, four 1.03 and 1.06.
+A task that is less urgent takes no room of the window, but all together have four windows at most; even then what is
+more urgent may go, up to a quarter of the credit. Else ranks that issued the same tasks at different times would wait
+for each other, one with its window full of early ones that are not urgent, the other full of urgent ones. One window
+for all, and the quarter beyond, is 1.06 to 1.24 of what the link allows (VGG16 at 5 Gb/s, 4+4, cross-barrier), this
+1.01. A window for each priority without a bound lets a rank that is ahead fill the servers' links with what the others
+cannot match yet (BERT-large at 20 Gb/s, 4+4: 1.10). With many priorities (BERT-large: 37 buckets, 6 ms apart) each
+leaves some that others have not come to, about five, until the backward pass ends: with two and a half windows these
+leave only the quarter to what is urgent (8+8: 1.16 and 1.28, with four 1.04 and 1.16).
 
 Nothing waits for ever: the oldest task goes when enough has overtaken it (transport.turns), whether there is room for
 it or not. Were it to wait for room, it would hold up all others, and ranks whose turns for it come at different
@@ -21,11 +20,10 @@ moments would wait for each other.
 
 A window can deadlock. Groups may be used in different orders on different ranks: rank A's window is full of group 1,
 whose results need rank B; rank B's is full of group 2, whose results need rank A. So when nothing came back for a
-while although tasks wait, the caller says `stalled()`, and the window is overdrawn: by as much again, and twice as far
-each time in a row.
-It then shrinks by half of what returns, until the credit holds again. It must not snap back at the first result: each
-rank has to go on issuing what the other waits for, and would need a stall for each partition (2 x 400 partitions of
-two groups in opposite order: 267 stalls, against 9).
+while although tasks of several groups wait, the caller says `stalled()`, and the window is overdrawn: by as much again,
+and twice as far each time in a row. It then shrinks by half of what returns, until the credit holds again. It must not
+snap back at the first result: each rank has to go on issuing what the other waits for, and would need a stall for each
+partition (2 x 400 partitions of two groups in opposite order: 267 stalls, against 9).
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def urgent_nbytes(limit_nbytes: int) -> int:
 
 def total_nbytes(limit_nbytes: int) -> int:
     """Return how much may be under way, of all priorities, before only that is left."""
-    return limit_nbytes * 5 // 2
+    return 4 * limit_nbytes
 
 
 class Scheduler(Generic[Task]):
