@@ -84,13 +84,13 @@ def test_rows_of_a_timeline() -> None:
     }  # fmt: skip
 
 
-# the targets of the table, in brackets what theory allowed; with DDP's buckets it allows ResNet50 a little less
+# the targets were set with a ring 4 % slower than gloo's is, and a bucket a layer
 @pytest.mark.parametrize(
     ("model", "gains"),
     [
-        ("vgg16", (1.72, 1.64, 1.96, 1.27, 5.64)),
-        ("resnet50", (1.01, 1.73, 1.02, 1.00, 1.77)),
-        ("bert-large", (1.70, 1.59, 1.96, 1.14, 5.99)),
+        ("vgg16", (1.67, 1.58, 1.89, 1.24, 5.64)),
+        ("resnet50", (1.01, 1.67, 1.02, 1.00, 1.77)),
+        ("bert-large", (1.65, 1.53, 1.89, 1.10, 5.99)),
     ],
 )
 def test_what_theory_allows_in_the_table(model: str, gains: tuple[float, ...]) -> None:
