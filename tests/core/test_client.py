@@ -13,7 +13,7 @@ from torch_bps.core.client import Client
 from torch_bps.core.flight import Flight, Task
 from torch_bps.wire.header import DONE, PUSH, Header, key_of
 
-NBYTES, WINDOW = 10, 4
+NBYTES, WINDOW = 1 << 20, 4
 
 
 class Clock:
@@ -107,6 +107,17 @@ def test_within_a_group_only_priorities_that_differ_make_a_stall_and_a_late_one(
     assert len(job.under_way) == WINDOW
     job.clock.wait(1.2)
     assert (len(job.under_way) > WINDOW) == stalls
+
+
+def test_after_a_late_stall_within_a_group_the_next_ones_are_early_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch)
+    for sequence in range(1, 12):
+        job.start(sequence, priority=5 * (sequence > 1))
+    job.clock.wait(1.2)
+    under_way = len(job.under_way)
+    assert under_way > WINDOW
+    job.clock.wait(0.2)
+    assert len(job.under_way) > under_way
 
 
 def test_a_result_begins_the_wait_anew(monkeypatch: pytest.MonkeyPatch) -> None:

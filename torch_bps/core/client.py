@@ -36,6 +36,7 @@ from torch_bps.wire.header import DONE, Header
 log = logging.getLogger("torch_bps.core")
 
 _SWEEP_S = 0.2
+_DOUBT_S = 10.0
 
 
 class Client:
@@ -75,6 +76,7 @@ class Client:
         self._watching = False
         self._results_seen = 0
         self._silent_since_s = 0.0
+        self._doubt_until_s = 0.0
         self._heartbeat_s = time.monotonic()
         self.closed: BytePSError | None = None
         self.on_broken: Callable[[int, BytePSError], None] = lambda group, error: None
@@ -157,25 +159,28 @@ class Client:
         now_s = time.monotonic()
         if self.traffic.results != self._results_seen:
             self._silent_since_s = now_s
-        elif now_s - self._silent_since_s >= self._stall_s():
+        elif now_s - self._silent_since_s >= self._stall_s(now_s):
             self._silent_since_s = now_s
+            self._doubt_until_s = now_s + _DOUBT_S
             self._patience.stalled(now_s)
             for task in self._scheduler.stalled():
                 self._issue(task)
         self._watch()
         self._pump()
 
-    def _stall_s(self) -> float:
+    def _stall_s(self, now_s: float) -> float:
         """Return for how long nothing may come back.
 
         Operations of several groups may be taken in different orders on each rank, and then only a stall helps. Those
         of one group that differ in priority are not, unless a caller gives the same operation another priority on each
-        rank. All others wait for a late rank, within the credit.
+        rank: after one stall that is likely for a while. All others wait for a late rank, within the credit.
         """
         operations = [(id[:2], flights[0].priority) for id, flights in self._flights.items() if flights[0].operation]
         if len({group for group, _ in operations}) > 1:
             return self._patience.seconds
-        return MOST_S if len({priority for _, priority in operations}) > 1 else math.inf
+        if len({priority for _, priority in operations}) > 1:
+            return self._patience.seconds if now_s < self._doubt_until_s else MOST_S
+        return math.inf
 
     def _complete(self, task: Task) -> None:
         flight = task.flight
