@@ -25,7 +25,7 @@ def test_what_was_under_way_during_a_stall_does_not_make_the_next_one_longer() -
     now_s = steady(patience, 0.01, 100)
     for _ in range(10):
         issued_s, now_s = now_s, now_s + patience.seconds
-        patience.stalled(now_s)
+        assert patience.is_over(now_s, 2, 1)
         patience.result(issued_s, now_s + 0.001)
     assert patience.seconds == LEAST_S
 

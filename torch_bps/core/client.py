@@ -9,14 +9,13 @@ deadline, or the runtime's end. Must not know torch, Stores or tensors.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 
 from torch_bps.core.failures import HINTS, missing_text, named, remember
 from torch_bps.core.flight import Flight, FlightId, Task, TensorBuffer, answered_key
 from torch_bps.core.link import Link
-from torch_bps.core.patience import MOST_S, Patience
+from torch_bps.core.patience import Patience
 from torch_bps.core.plan import plan_other_parts
 from torch_bps.core.scheduler import Scheduler
 from torch_bps.core.traffic import Traffic
@@ -36,7 +35,6 @@ from torch_bps.wire.header import DONE, Header
 log = logging.getLogger("torch_bps.core")
 
 _SWEEP_S = 0.2
-_DOUBT_S = 10.0
 
 
 class Client:
@@ -74,9 +72,6 @@ class Client:
         self._stall_warning_s = stall_warning_s
         self._sweeping = False
         self._watching = False
-        self._results_seen = 0
-        self._silent_since_s = 0.0
-        self._doubt_until_s = 0.0
         self._heartbeat_s = time.monotonic()
         self.closed: BytePSError | None = None
         self.on_broken: Callable[[int, BytePSError], None] = lambda group, error: None
@@ -123,12 +118,11 @@ class Client:
         for task in self._scheduler.ready():
             self._issue(task)
         if self._scheduler.queued_nbytes and not self._watching:
-            self._silent_since_s = time.monotonic()
+            self._patience.heard_s = time.monotonic()
             self._watch()
 
     def _watch(self) -> None:
         self._watching = True
-        self._results_seen = self.traffic.results
         self.reactor.call_later(self._patience.seconds, self._check_stall)
 
     def _issue(self, task: Task) -> None:
@@ -156,38 +150,21 @@ class Client:
         self._watching = False
         if not self._scheduler.queued_nbytes:
             return
-        now_s = time.monotonic()
-        if self.traffic.results != self._results_seen:
-            self._silent_since_s = now_s
-        elif now_s - self._silent_since_s >= self._stall_s(now_s):
-            self._silent_since_s = now_s
-            self._doubt_until_s = now_s + _DOUBT_S
-            self._patience.stalled(now_s)
+        operations = [(id[:2], flights[0].priority) for id, flights in self._flights.items() if flights[0].operation]
+        groups, priorities = (len(set(values)) for values in zip(*operations, strict=True)) if operations else (0, 0)
+        if self._patience.is_over(time.monotonic(), groups, priorities):
             for task in self._scheduler.stalled():
                 self._issue(task)
         self._watch()
         self._pump()
 
-    def _stall_s(self, now_s: float) -> float:
-        """Return for how long nothing may come back.
-
-        Operations of several groups may be taken in different orders on each rank, and then only a stall helps. Those
-        of one group that differ in priority are not, unless a caller gives the same operation another priority on each
-        rank: after one stall that is likely for a while. All others wait for a late rank, within the credit.
-        """
-        operations = [(id[:2], flights[0].priority) for id, flights in self._flights.items() if flights[0].operation]
-        if len({group for group, _ in operations}) > 1:
-            return self._patience.seconds
-        if len({priority for _, priority in operations}) > 1:
-            return self._patience.seconds if now_s < self._doubt_until_s else MOST_S
-        return math.inf
-
     def _complete(self, task: Task) -> None:
         flight = task.flight
         self.traffic.results += 1
+        now_s = self._patience.heard_s = time.monotonic()
         if task.credit_nbytes:
             self._scheduler.done(task.credit_nbytes, task.flight.priority)
-            self._patience.result(task.issued_s, time.monotonic())
+            self._patience.result(task.issued_s, now_s)
         del task.link.tasks[task.key]
         flight.outstanding.discard(task)
         flight.remaining -= 1
