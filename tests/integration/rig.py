@@ -246,7 +246,7 @@ def free_port() -> int:
 def json_lines(output: str) -> list[Any]:
     """Return the objects that scripts printed with `print(json.dumps(...))`, leaving out all other lines.
 
-    torchrun's ranks write unbuffered, so two of them may share a line.
+    The ranks share a pipe: two may share a line, and a line over 4096 bytes (PIPE_BUF) is cut by another rank's.
     """
     decoder = json.JSONDecoder()
     values = []

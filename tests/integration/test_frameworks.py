@@ -17,7 +17,7 @@ PACKAGES = {"accelerate": "accelerate", "lightning": "lightning", "fabric": "lig
 
 @functools.cache
 def trained(name: str, backend: str, through_server: bool) -> list[Any]:
-    """Return what both ranks ended with."""
+    """Return a digest of what each rank ended with."""
     env = {"BYTEPS_FORCE_DISTRIBUTED": "1"} if through_server else {}
     results = run_torchrun(SCRIPT, name, backend, nproc=2, env=env, timeout_s=100)
     ranks = sorted(json_lines(results[0].output), key=lambda line: line["rank"])
