@@ -155,8 +155,8 @@ def refused(*options: str, env: dict[str, str] | None = None) -> str:
 
 
 def test_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = a_pair_of_ports() + 1  # the one before it is free, so that only the taken one is to blame
+    with socket.create_server(("127.0.0.1", port)):
         for options in (["--port", str(port)], ["--port", str(port - 1)]):  # for control, for data
             output = refused("--host", "127.0.0.1", *options)
             assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in output
@@ -431,8 +431,7 @@ def test_the_command_line(arguments: list[str], code: int, words: list[str]) -> 
 
 
 def test_a_fixed_port_has_data_beside_it() -> None:
-    # below what the kernel gives to whoever asks for any port: tests beside this one do
-    port = next(port for port in range(20000 + os.getpid() % 10000, 32000) if is_free(port) and is_free(port + 1))
+    port = a_pair_of_ports()
     with Server("--host", "127.0.0.1", "--port", str(port)) as server:
         assert (server.control_port, server.data_port) == (port, port + 1)
         server.kill(signal.SIGTERM)
@@ -455,6 +454,11 @@ def test_it_listens_at_several_addresses() -> None:
             socket.create_connection((host, int(port)), DEADLINE_S).close()
         server.kill(signal.SIGTERM)
         server.ends()
+
+
+def a_pair_of_ports() -> int:
+    """The first of two free neighbours, below what the kernel gives to whoever asks for any port (tests beside do)."""
+    return next(port for port in range(20000 + os.getpid() % 10000, 32000) if is_free(port) and is_free(port + 1))
 
 
 def is_free(port: int) -> bool:
