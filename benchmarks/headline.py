@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import torch_bps
+from benchmarks import harness
 from benchmarks.cells import BUCKET_MB, CROSS, OURS, RING, TABLE, Cell, ablation, profile_of, theory_s
 from benchmarks.job import run_job
 from benchmarks.netlab import NetLab, why_not
@@ -201,7 +202,7 @@ def about(arguments: Sequence[str] | None) -> dict[str, Any]:
     """Return what a reader of the results must know of where they are from."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
-        "command": ["benchmarks/headline.py", *(sys.argv[1:] if arguments is None else arguments)],
+        "command": harness.command([__file__, *(sys.argv[1:] if arguments is None else arguments)]),
         "commit": commit.stdout.strip(),
         "torch_bps": torch_bps.__version__,
         "torch": torch.__version__,

@@ -5,13 +5,14 @@
     python benchmarks/report.py --only local,training
     python benchmarks/report.py --render        run nothing: tables and plots from the JSON files that are there
 
-README.md there has a table for each JSON file that benchmarks.harness wrote, also for those that this command does not
-run itself. Plots need matplotlib: pip install "torch_bps[plot]".
+README.md there has a table for each JSON file that benchmarks.harness or headline.py wrote, also for those that this
+command does not run itself. Plots need matplotlib: pip install "torch_bps[plot]".
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import harness, netlab
+from benchmarks import harness, headline, netlab
 from benchmarks.harness import ROOT, Result
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -105,6 +106,7 @@ def render(folder: Path) -> None:
     plots = {path.stem for path in folder.glob("*.png")}
     sections = [section(result, how, result.name in plots) for result, how in found]
     heading = "# Results\n\nMade by `python benchmarks/report.py`: change nothing here. Ratios count, not figures.\n"
+    sections += [emulated(path) for path in sorted(folder.glob("headline_*.json"))]
     (folder / "README.md").write_text("\n".join([heading, *sections]))
 
 
@@ -123,6 +125,18 @@ def section(result: Result, how: dict[str, Any], has_plot: bool) -> str:
     ]
     if has_plot:
         lines += ["", f"![{result.title}]({result.name}.png)"]
+    return "\n".join(lines) + "\n"
+
+
+def emulated(path: Path) -> str:
+    """Return what headline.py wrote as Markdown, with the pictures that plots.py made of it."""
+    found = json.loads(path.read_text())
+    about = found["about"]
+    lines = [f"## The published comparison, emulated: {path.stem.removeprefix('headline_')}"]
+    lines += [f"`{about['command']}`", "", "```"]
+    lines += [line for cell in found["cells"] for line in headline.table(cell)]
+    lines += ["```", f"- commit {about['commit'][:12]}, {about['cpus']} cores, torch {about['torch']}", ""]
+    lines += [f"![{picture.stem}]({picture.name})" for picture in sorted(path.parent.glob(f"{path.stem}_*.png"))]
     return "\n".join(lines) + "\n"
 
 

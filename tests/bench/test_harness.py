@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import harness, memory, network, report
+from benchmarks import harness, headline, memory, network, report
+from benchmarks.cells import Cell
 from benchmarks.harness import Column, Lines, Result
 
 COLUMNS = (Column("way", "way"), Column("time (us)", "seconds", ".1f", 1e6), Column("GB/s", "rate", ".2f"))
@@ -62,6 +64,21 @@ def test_the_report_has_every_result_and_leaves_out_other_files(tmp_path: Path) 
     assert "| ours | 150.0 | 2.00 |" in text
     assert "- all is well" in text
     assert "other" not in text
+
+
+def test_the_report_has_what_the_headline_benchmark_wrote(tmp_path: Path) -> None:
+    row = {"variant": "byteps", "step_s": 0.2, "min_s": 0.19, "max_s": 0.21, "images_per_s": 99.0, "wrong": 0}
+    row |= {"gain": 1.5, "gain_limit": 1.6, "limit_s": 0.19}
+    cell = {"cell": {**asdict(Cell("vgg16", 4, 4, 20.0)), "link_mbit": 125}, "rows": [row], "dropped": 3}
+    found = {"about": headline.about(["--table"]), "cells": [{**cell, "scale": {"divide": 10.0, "stretch": 16.0}}]}
+    (tmp_path / "headline_x.json").write_text(json.dumps(found))
+    (tmp_path / "headline_x_bars.png").touch()
+    report.render(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "`python benchmarks/headline.py --table`" in text
+    assert "# vgg16, 4+4, 20 Gb/s (sizes / 10, times x 16, links of 125 Mbit/s)" in text
+    assert "1.50x" in text
+    assert "(headline_x_bars.png)" in text
 
 
 def test_lines_of_a_plot() -> None:
